@@ -1,4 +1,4 @@
-"""Preprocess and postprocess of the Hopper backward: terms of each query, and rounding dq."""
+"""Preprocess and postprocess of the Hopper backward: terms of each query, and rounding sums."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 from blackwell_sparsek.attention.sm90.backward_preprocess import (
+    KeySums,
     launch_attn_bwd_postprocess,
     launch_attn_bwd_preprocess,
+    launch_attn_bwd_round_keys,
 )
 from blackwell_sparsek.testing import layouts
 from blackwell_sparsek.testing.inputs import normal
@@ -80,3 +82,51 @@ def test_postprocess(length, kind, block_q, dim, tile_d, device):
         expected[0, 2, :block_q] = 0
     launch_attn_bwd_postprocess(dq, as_threads_hold_them(sums), semaphores, block_q or 64, 0.5)
     assert dq.equal(expected)
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(1, 1), (130, 64), (70, 900)])
+def test_preprocess_zeroes_sums_of_keys(q_len, kv_len, device):
+    """Whatever the number of programs, which is that of tiles of queries."""
+    out, dout = (normal(1, 4, q_len, 16, seed=i, device=device) for i in range(2))
+    lse = normal(1, 4, q_len, seed=2, device=device)
+    padded = -(-q_len // 128) * 128
+    expected, got = (
+        [torch.full((4, padded), torch.nan, device=device) for _ in "ld"] for _ in "eg"
+    )
+    sums = torch.empty(4, padded, 64, device=device)
+    # a tensor around each, to see what is written beside it
+    rows = 2 * -(-kv_len // 128) * 128
+    around = [torch.full((rows + 2, width), torch.nan, device=device) for width in (128, 64)]
+    key_sums = KeySums(*(x[1:-1].view(2, rows // 2, -1) for x in around))
+    launch_attn_bwd_preprocess(*expected, sums, None, out, dout, lse, None)
+    launch_attn_bwd_preprocess(*got, sums, None, out, dout, lse, None, key_sums)
+    assert all(x.equal(y) for x, y in zip(got, expected, strict=True))
+    for x in around:
+        assert (x[1:-1] == 0).all() and x[0].isnan().all() and x[-1].isnan().all()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("length, kind", [(1, "contiguous"), (64, "outer_gap"), (130, "bshd")])
+@pytest.mark.parametrize("dims, tiles", [((40, 64), (64, 64)), ((72, 24), (128, 64))])
+def test_round_keys(length, kind, splits, dims, tiles, device):
+    """dk and dv of 2 x 3 heads; `splits` work tiles had a share of the query heads each."""
+    padded = -(-length // 128) * 128
+    sums = [
+        normal(6 * splits, padded, width, seed=i, device=device) for i, width in enumerate(tiles)
+    ]
+    gradients = []
+    for dim in dims:
+        x = torch.empty(2, 3, length, dim, dtype=torch.float16)
+        if kind == "bshd":
+            x = torch.empty(2, length, 3, dim, dtype=torch.float16).transpose(1, 2)
+        x = layouts.strided_like(x, kind) if kind == "outer_gap" else x
+        gradients.append(x.to(device).fill_(torch.nan))
+    held = KeySums(*map(as_threads_hold_them, sums))
+    launch_attn_bwd_round_keys(*gradients, held, 0.5)
+    for got, x, dim, scale in zip(gradients, sums, dims, (0.5, 1.0), strict=True):
+        total = x.view(2, 3, splits, padded, -1)[..., :length, :dim]
+        # added in the order of the splits, in fp32
+        expected = total[:, :, 0]
+        for i in range(1, splits):
+            expected = expected + total[:, :, i]
+        assert got.equal((expected * scale).to(torch.float16))

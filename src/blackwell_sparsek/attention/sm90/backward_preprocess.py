@@ -1,12 +1,15 @@
 # mypy: ignore-errors
-"""Preprocess and postprocess kernels around the Hopper backward: terms of the queries, rounding dq.
+"""Preprocess and postprocess kernels around the Hopper backward: terms of queries, rounding sums.
 
 Preprocess: lse in base 2, delta (as in `triton.delta`), and zeroed sums or semaphores for dq, in
 workspaces whose rows are padded to whole tiles. Padding has lse +inf, like queries that see
 nothing: their probabilities are 0. Postprocess: dq = scale * sums, in the dtype and layout of q.
 With semaphores (ordered accumulation), the first KV tile stores its sum instead of adding it, so
-sums are not zeroed; a query block that no KV tile added to has no sum, and dq is 0 there.
+sums are not zeroed; a query block that no KV tile added to has no sum, and dq is 0 there. Where
+work tiles share the query heads of a KV head, dk and dv have sums too.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +26,18 @@ from .config import slice_width
 
 # Rows of a program, which share a pair of semaphores.
 ROW_TILE = 64
+# Sums of dk and dv that are zeroed at a time. Heads have whole tiles of 128 rows and 64 columns.
+ZEROED = 2048
+
+
+class KeySums(NamedTuple):
+    """Sums of dk and dv, fp32 [B * Hkv * splits, rows, tile of D | Dv], rows padded as keys are.
+
+    Splits are 1 if the work tiles of a KV head add to the same sums, which then must be zeroed.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @triton.jit
@@ -35,12 +50,22 @@ def _from_the_end():
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
-@triton.jit(do_not_specialize=["q_len", "padded", "heads"])
+@triton.jit
+def _zero_share(ptr, chunks, SIZE: tl.constexpr):
+    """Zero this program's share of so many chunks."""
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        place = tl.cast(chunk, tl.int64) * SIZE + tl.arange(0, SIZE)
+        tl.store(ptr + place, tl.zeros([SIZE], tl.float32))
+
+
+@triton.jit(do_not_specialize=["q_len", "padded", "heads", "k_chunks", "v_chunks"])
 def _attn_bwd_preprocess_kernel(
     lse_log2_ptr,
     delta_ptr,
     sums_ptr,
     semaphores_ptr,
+    k_sums_ptr,
+    v_sums_ptr,
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -51,11 +76,14 @@ def _attn_bwd_preprocess_kernel(
     q_len,
     padded,
     heads,
+    k_chunks,
+    v_chunks,
     HEAD_DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_D: tl.constexpr,
     SLICE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
+    ZEROED: tl.constexpr,
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head), which has `padded`."""
     q_tiles = padded // TILE_M
@@ -73,6 +101,9 @@ def _attn_bwd_preprocess_kernel(
         for first in tl.static_range(0, TILE_D, SLICE_D):
             place = row[:, None] * TILE_D + first + tl.arange(0, SLICE_D)[None, :]
             tl.store(sums_ptr + place, tl.zeros([TILE_M, SLICE_D], tl.float32))
+    if k_sums_ptr is not None:
+        _zero_share(k_sums_ptr, k_chunks, ZEROED)
+        _zero_share(v_sums_ptr, v_chunks, ZEROED)
 
 
 @triton.jit
@@ -120,6 +151,53 @@ def _attn_bwd_postprocess_kernel(
         store_rows(head_ptr, offs_m, dq_strides.token, first + offs_d, sums, q_len, HEAD_DIM)
 
 
+@triton.jit
+def _summed_rows(
+    sums_ptr, batch_head, tile, padded, splits, TILE_M: tl.constexpr, TILE_D: tl.constexpr
+):
+    """[TILE_M, TILE_D] of a gradient: the sums of all splits of a (batch, head), in order."""
+    head_size = tl.cast(padded, tl.int64) * TILE_D
+    sums_ptr += batch_head * splits * head_size + tile * (TILE_M * TILE_D)
+    offs = tl.arange(0, TILE_M * TILE_D)
+    total = tl.load(sums_ptr + offs)
+    for split in range(1, splits):
+        total += tl.load(sums_ptr + split * head_size + offs)
+    return _rows_of_registers(total, TILE_D)
+
+
+@triton.jit(do_not_specialize=["kv_len", "padded", "heads", "splits"])
+def _attn_bwd_round_keys_kernel(
+    dk_ptr,
+    dv_ptr,
+    k_sums_ptr,
+    v_sums_ptr,
+    dk_strides,
+    dv_strides,
+    kv_len,
+    padded,
+    heads,
+    splits,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+):
+    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, KV head) of dk and dv."""
+    kv_tiles = padded // TILE_M
+    tile = _from_the_end()
+    batch_head, tile = tile // kv_tiles, tile % kv_tiles
+    batch, head = batch_head // heads, batch_head % heads
+    offs_n = tile * TILE_M + tl.arange(0, TILE_M)
+    dv = _summed_rows(v_sums_ptr, batch_head, tile, padded, splits, TILE_M, TILE_DV)
+    place = dv_ptr + head_offset(batch, head, 0, dv_strides)
+    store_rows(place, offs_n, dv_strides.token, tl.arange(0, TILE_DV), dv, kv_len, HEAD_DIM_V)
+    dk = _summed_rows(k_sums_ptr, batch_head, tile, padded, splits, TILE_M, TILE_D) * scale
+    place = dk_ptr + head_offset(batch, head, 0, dk_strides)
+    store_rows(place, offs_n, dk_strides.token, tl.arange(0, TILE_D), dk, kv_len, HEAD_DIM)
+
+
 def launch_attn_bwd_preprocess(
     lse_log2: torch.Tensor,
     delta: torch.Tensor,
@@ -129,13 +207,16 @@ def launch_attn_bwd_preprocess(
     dout: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
+    key_sums: KeySums | None = None,
 ) -> None:
     """Fill lse_log2, delta fp32 [B * H, rows]; zero sums fp32 [B * H, rows, D] or semaphores.
 
     Rows are the queries padded to a multiple of 64; semaphores are int32 [B * H, rows / 64, 2].
-    With semaphores, sums stay as they are; without sums there are none. The others are as for
-    `launch_attn_delta`, not packed.
+    With semaphores, sums stay as they are; without sums there are none. `key_sums` are zeroed. The
+    others are as for `launch_attn_delta`, not packed.
     """
+    k_sums, v_sums = (None, None) if key_sums is None else key_sums
+    chunks = (0 if x is None else x.numel() // ZEROED for x in (k_sums, v_sums))
     batch_heads, padded = lse_log2.shape
     tile_d = 64 if sums is None else sums.shape[2]
     args = (
@@ -143,6 +224,8 @@ def launch_attn_bwd_preprocess(
         delta,
         sums if semaphores is None else None,
         semaphores,
+        k_sums,
+        v_sums,
         out,
         dout,
         lse,
@@ -153,11 +236,13 @@ def launch_attn_bwd_preprocess(
         out.shape[2],
         padded,
         out.shape[1],
+        *chunks,
         out.shape[3],
         ROW_TILE,
         tile_d,
         slice_width(tile_d),
         triton.next_power_of_2(out.shape[3]),
+        ZEROED,
     )
     launch(_attn_bwd_preprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)
 
@@ -180,3 +265,16 @@ def launch_attn_bwd_postprocess(
     constants = (dq.shape[3], block_q, ROW_TILE, tile_d, slice_width(tile_d))
     args = (dq, sums, semaphores, token_strides(dq), *sizes, scale, *constants)
     launch(_attn_bwd_postprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)
+
+
+def launch_attn_bwd_round_keys(
+    dk: torch.Tensor, dv: torch.Tensor, sums: KeySums, scale: float
+) -> None:
+    """Fill dk and dv [B, Hkv, S, D | Dv], any strides; each [64, 64] of the sums is as above."""
+    batch, heads, kv_len, _ = dk.shape
+    rows, padded, tile_d = sums.k.shape
+    batch_heads = batch * heads
+    sizes = (kv_len, padded, heads, rows // batch_heads)
+    constants = (dk.shape[3], dv.shape[3], ROW_TILE, tile_d, sums.v.shape[2])
+    args = (dk, dv, *sums, token_strides(dk), token_strides(dv), *sizes, scale, *constants)
+    launch(_attn_bwd_round_keys_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)

@@ -334,7 +334,8 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
             slot += 1
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
-                _fetch_keys(descs, shared.keys, work_tiles, batch, kv_head, kv_tile, CFG)
+                key_head = kv_head // order.head_splits if CFG.SPLIT_HEADS else kv_head
+                _fetch_keys(descs, shared.keys, work_tiles, batch, key_head, kv_tile, CFG)
             head = visit // CFG.visits_per_head % order.visit_heads
             found = HeadVisit(shared.mask.lists, plan, num_masked, kv_tile, head, ascending)
             for item in range(q_tiles * heads_here):

@@ -14,11 +14,11 @@ from ...device.gluon.pipeline import barriers, tiles
 from ...device.gluon.records import WorkChannel
 from ...device.records import Band, Heads, Lengths, Mask
 from ...launch.descriptors import GROUP_ROWS
-from .config import INFO_DEPTH, QUERY_PADDING
+from .config import INFO_DEPTH, ROW_PADDING
 
 ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
-PADDING = gl.constexpr(QUERY_PADDING)
+PADDING = gl.constexpr(ROW_PADDING)
 
 
 class ResidentKeys(NamedTuple):
@@ -101,6 +101,9 @@ class WorkOrder(NamedTuple):
     """Of the keys."""
     raster_group: Any
     """How many of them run together, so that their queries stay in L2."""
+    head_splits: Any
+    """Shares into which the query heads of a KV head are divided. Each counts as a KV head of its
+    own, with the same keys: `num_batch_heads` and the group size are those of shares."""
 
 
 class StepInfo(NamedTuple):

@@ -343,7 +343,7 @@ def _attn_bwd_wide_sm90_kernel(
     shared = Shared(mask, keys, queries, steps, work, lengths, heads, band)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
-        num_batch_heads, raster_group,
+        num_batch_heads, raster_group, 1,
     )  # fmt: skip
     outputs = Outputs(dk_desc, dv_desc, score, Sums(sums_ptr, work_ptrs.semaphore))
     # the first role runs in the warps of the launch, the others in warps of their own

@@ -325,8 +325,9 @@ def stages_that_fit(
 
 # Step descriptions kept in shared memory: a producer is never this far ahead of the writer.
 INFO_DEPTH = 8
-# Queries are padded to a multiple of this, the tallest tile.
-QUERY_PADDING = 128
+# Queries, and keys whose gradients are summed in memory, are padded to a multiple of this, the
+# tallest tile.
+ROW_PADDING = 128
 # With ordered accumulation and at most this many KV tiles for each program, each KV tile begins at
 # its own first query; with more, all begin at the last: 32k tokens 8.53 and 9.27 ms, 64k 20.6 and
 # 18.6.
@@ -353,6 +354,9 @@ class AttnBwdSm90Config:
 
     SHARED_KEYS, for wide heads: both warp groups work on the same 64 keys, one on dk, the other on
     dv (`backward_wide`). Tiles then lie in shared memory as slices of columns.
+
+    SPLIT_HEADS: several work tiles share the query heads of a KV head, and dk and dv are added up
+    in memory, in fp32, as dq is. If ORDERED, each work tile stores sums of its own instead.
     """
 
     CONSUMERS: int
@@ -371,6 +375,7 @@ class AttnBwdSm90Config:
     DK_REGISTERS: bool
     SPLIT_RING: bool
     SHARED_KEYS: bool = False
+    SPLIT_HEADS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
@@ -380,6 +385,8 @@ class AttnBwdSm90Config:
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
         assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
         assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
+        whole = wide or self.BLOCK_KV or self.CONSUMERS == 1
+        assert not (self.SPLIT_HEADS and whole), f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
 
     @property
@@ -462,8 +469,8 @@ class AttnBwdSm90Config:
         """Shape of a copy of lse or delta, one number for each query."""
         return (1, self.part_rows)
 
-    def dq_block(self) -> tuple[int, int, int]:
-        """Shape of what a warp group adds to the gradients of queries."""
+    def sums_block(self) -> tuple[int, int, int]:
+        """Shape of what a warp group adds at a time to sums of gradients in memory."""
         return (1, SUM_ROWS, SUM_COLUMNS)
 
     def accumulator_layout(self, columns: int) -> object:
@@ -471,15 +478,23 @@ class AttnBwdSm90Config:
         return accumulator_layout(columns)
 
 
+@lru_cache(maxsize=256)
 def make_backward_config(
-    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
+    tile_d: int,
+    tile_dv: int,
+    block_size: tuple[int, int] | None = None,
+    ordered: bool = False,
+    split_heads: bool = False,
 ) -> AttnBwdSm90Config:
-    """The configuration for these head dims; `block_size` is the mask's, None when dense."""
+    """The configuration for these head dims; `block_size` is the mask's, None when dense.
+
+    Wide heads and masks are never split.
+    """
     if max(tile_d, tile_dv) > 128:
         return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)
     tile_m = 64 if tile_d == 128 else 128
     # an ordered addition takes as long as a step of 64 queries, so two steps share one
-    block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
+    block_q, block_kv = block_size or (ROW_PADDING if ordered else tile_m, 0)
     # under a mask, a producer with 24 registers spills
     producer = 24 if block_size is None else 40
     return AttnBwdSm90Config(
@@ -502,6 +517,7 @@ def make_backward_config(
         DK_REGISTERS=block_size is None,
         # D = 64: 583 against 572 TFLOP/s; D = 128: 595 against 625
         SPLIT_RING=block_size is None and tile_d == 64,
+        SPLIT_HEADS=split_heads,
     )
 
 
@@ -509,7 +525,7 @@ def _make_wide_backward_config(
     tile_d: int, tile_dv: int, block_size: tuple[int, int] | None, ordered: bool
 ) -> AttnBwdSm90Config:
     """The configuration for heads whose gradients do not fit in one warp group's registers."""
-    block_q, block_kv = block_size or (QUERY_PADDING, 0)
+    block_q, block_kv = block_size or (ROW_PADDING, 0)
     tile_m = 2 * GROUP_ROWS
     # beside keys, values, and p and ds of both warp groups
     room = SMEM_BYTES // 2 - GROUP_ROWS * (tile_d + tile_dv) - 2 * GROUP_ROWS * tile_m

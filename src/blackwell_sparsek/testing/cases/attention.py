@@ -11,6 +11,7 @@ from ...attention.sm90.backward import _attn_bwd_sm90_kernel
 from ...attention.sm90.backward_preprocess import (
     _attn_bwd_postprocess_kernel,
     _attn_bwd_preprocess_kernel,
+    _attn_bwd_round_keys_kernel,
 )
 from ...attention.sm90.backward_split import (
     _attn_bwd_dkdv_sm90_kernel,
@@ -450,6 +451,8 @@ class BackwardSm90(NamedTuple):
     """Accepted for the only kernel, or for that of dk and dv."""
     dq_spill_bytes: int = 0
     """Accepted for the dq kernel of the split backward."""
+    head_splits: int = 1
+    """Work tiles that share the query heads of a KV tile."""
 
     @property
     def wide(self) -> bool:
@@ -463,6 +466,7 @@ class BackwardSm90(NamedTuple):
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["softcap"] if self.softcap else []
         parts += ["ordered"] if self.ordered else []
+        parts += [f"splits{self.head_splits}"] if self.head_splits > 1 else []
         return "-".join(parts)
 
     def call(self, tokens: int = TOKENS) -> BackwardCall:
@@ -486,6 +490,12 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, ordered=True, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
+    BackwardSm90(128, 128, head_splits=2, max_spill_bytes=192),
+    BackwardSm90(128, 64, head_splits=4, dtype=HALF),
+    BackwardSm90(64, 64, head_splits=4, max_spill_bytes=192),
+    BackwardSm90(128, 128, softcap=True, head_splits=2, max_spill_bytes=512),
+    BackwardSm90(128, 128, ordered=True, head_splits=2, max_spill_bytes=192),
+    BackwardSm90(64, 64, ordered=True, head_splits=4, max_spill_bytes=192),
     BackwardSm90(256, 256, max_spill_bytes=256),
     BackwardSm90(256, 256, softcap=True, max_spill_bytes=384),
     BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
@@ -508,15 +518,15 @@ SPLIT_SM90 = (
 
 def _launch_backward_sm90(asked: BackwardSm90, tokens: int = TOKENS) -> None:
     call = asked.call(tokens)
-    config = attn_bwd_sm90_config(call.problem)
+    config = attn_bwd_sm90_config(call.problem, asked.head_splits)
     order = ranks = visits = None
     if (mask := call.forward.spec.block_mask) is not None:
         order = integers(call.problem.batch * KV_HEADS * tokens // config.tile_n)
         if asked.ordered:
             nnz = mask.transposed.indices.numel()
             ranks, visits = (integers(nnz, HEADS // KV_HEADS) for _ in range(2))
-    raster_group = attn_bwd_sm90_raster_group(call.problem)
-    launch_attn_bwd_sm90(call, order, ranks, visits, raster_group, config)
+    raster_group = attn_bwd_sm90_raster_group(call.problem, asked.head_splits)
+    launch_attn_bwd_sm90(call, order, ranks, visits, raster_group, config, asked.head_splits)
 
 
 def _launch_dkdv_sm90(asked: BackwardSm90) -> None:
@@ -546,6 +556,13 @@ def backward_sm90_cases() -> Iterator[CompileCase]:
         asked = BackwardSm90(dim, dim, ordered=ordered)
         for kind, kernel in kernels.items():
             name = f"attn_bwd_{kind}/d{dim}{'-ordered' if ordered else ''}"
+            launcher = _launch_backward_sm90
+            yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
+    kernels = {"rows": _attn_bwd_preprocess_kernel, "round_keys": _attn_bwd_round_keys_kernel}
+    for dim, ordered in ((80, False), (128, True)):
+        asked = BackwardSm90(dim, dim, ordered=ordered, head_splits=4)
+        for kind, kernel in kernels.items():
+            name = f"attn_bwd_{kind}/d{dim}{'-ordered' if ordered else ''}-splits4"
             launcher = _launch_backward_sm90
             yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
 
