@@ -256,8 +256,7 @@ class BackwardLaunches:
         kernels, schedule, raster_group, head_splits = plan
         config = kernels.config
         ordered, split = config.ORDERED, config.SPLIT_HEADS
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        dq, dk, dv = gradients
+        dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
         stream, capturing = raw_stream(self._device.index), torch.cuda.is_current_stream_capturing()
 
         padded, padded_keys = padded_rows(q_len), padded_rows(kv_len)
@@ -342,6 +341,13 @@ def _sums_source(address: int, heads: int, rows: int, width: int) -> MapSource:
     """Sums of gradients of `heads` heads, as `launch._sums_descriptor` describes them."""
     size = rows * width
     return MapSource(address, (heads, size // SUM_COLUMNS, SUM_COLUMNS), (size, SUM_COLUMNS, 1))
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    """`torch.empty_like` without its dispatch, where memory has no gaps."""
+    if x.is_contiguous():
+        return empty_on_gpu(tuple(x.shape), x.stride(), x.dtype)
+    return torch.empty_like(x)
 
 
 def _source(x: torch.Tensor) -> MapSource:
