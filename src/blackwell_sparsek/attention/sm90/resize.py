@@ -193,8 +193,10 @@ class _BackwardKernels:
         zeroed += _ZEROED_KEYS if split and not ordered else ()
         semaphore = ["work_ptrs.semaphore"] if ordered else []
         shares = _SHARED_HEADS if split else ()
+        # wide heads add dq by address, the others by tensor map
+        sums = ["sums_ptr"] if self.config.SHARED_KEYS else []
         self.preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, *zeroed))
-        self.backward = ResizableLaunch(backward, (*_BACKWARD, *semaphore, *shares))
+        self.backward = ResizableLaunch(backward, (*_BACKWARD, *semaphore, *shares, *sums))
         semaphore = ["semaphores_ptr"] if ordered else []
         self.postprocess = ResizableLaunch(postprocess, (*_POSTPROCESS, *semaphore))
         self.round_keys = [ResizableLaunch(x, _ROUND_KEYS) for x in round_keys]
@@ -291,7 +293,11 @@ class BackwardLaunches:
         kernels.preprocess.run(row_tiles, stream, values, ())
         order = [semaphores] if ordered else []
         values = [counter, q_len, kv_len, kv_batch_heads * head_splits, raster_group, *order]
-        tensors = [_sums_source(sums, batch * heads, padded, config.TILE_D)]
+        tensors = []
+        if config.SHARED_KEYS:
+            values.append(sums)
+        else:
+            tensors.append(_sums_source(sums, batch * heads, padded, config.TILE_D))
         if split:
             values += (heads // k.shape[1] // head_splits, head_splits)
             tensors.append(
