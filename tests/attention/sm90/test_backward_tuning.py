@@ -99,6 +99,32 @@ def test_tiles_cover_the_head_dims(dims, tiles):
     assert tiles == (config.TILE_D, config.TILE_DV)
 
 
+@pytest.mark.parametrize(
+    "dims, scores",
+    [
+        ((96, 96), (96, 96)),
+        ((72, 128), (96, 128)),
+        ((104, 96), (128, 96)),
+        # values of 128 columns widen the tile of keys
+        ((40, 128), (96, 128)),
+        ((64, 64), (64, 64)),
+        ((80, 64), (96, 64)),
+        ((160, 96), (192, 128)),
+    ],
+)
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_scores_sum_over_what_is_not_zero(dims, scores, block, monkeypatch):
+    asked = problem(head_dim=dims[0], head_dim_v=dims[1], mask_block=block)
+    config = attn_bwd_sm90_config(asked)
+    assert (config.SCORE_D, config.SCORE_DV) == (config.TILE_D, config.TILE_DV)
+    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
+    config = attn_bwd_sm90_config(asked)
+    assert scores == (config.SCORE_D, config.SCORE_DV)
+    # consumers wait until only the products for dp are under way
+    slices = 2 if scores[1] == 96 else config.dv_slices
+    assert config.dp_products == slices
+
+
 def test_what_dense_kernels_have_registers_and_barriers_for():
     assert attn_bwd_sm90_config(problem()).DK_REGISTERS
     assert not attn_bwd_sm90_config(problem(mask_block=(128, 128))).DK_REGISTERS

@@ -112,13 +112,27 @@ def zero_of(step):
 
 
 @gluon.jit
-def start_products(rows, tiles, step, CFG: gl.constexpr):
-    """Start the product of 64 keys or values with the queries or output gradients of a step."""
+def start_products(rows, tiles, step, DEPTH: gl.constexpr, CFG: gl.constexpr):
+    """Start the product of 64 keys or values with the queries or output gradients of a step.
+
+    DEPTH columns count, those beyond are zero: all, or 96 of 128 by a product of 64 and one of 32.
+    """
     tile_m: gl.constexpr = CFG.TILE_M
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
-    nothing = gl.zeros([ROWS, tile_m], gl.float32, layout)
-    columns = tiles.index(step % CFG.STAGES).permute((1, 0))
-    return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
+    product = gl.zeros([ROWS, tile_m], gl.float32, layout)
+    columns = tiles.index(step % CFG.STAGES)
+    if DEPTH == 96:
+        left = columns.slice(0, 64, dim=1).permute((1, 0))
+        right = columns.slice(64, 32, dim=1).permute((1, 0))
+        product = warpgroup_mma(
+            rows.slice(0, 64, dim=1), left, product, use_acc=False, is_async=True
+        )
+        product = warpgroup_mma(rows.slice(64, 32, dim=1), right, product, is_async=True)
+    else:
+        product = warpgroup_mma(
+            rows, columns.permute((1, 0)), product, use_acc=False, is_async=True
+        )
+    return product
 
 
 @gluon.jit
@@ -194,8 +208,7 @@ def score_step(
     dout_stage = step % CFG.DOUT_STAGES
     if EARLY:
         lse_log2 = row_terms(lse_smem, stage, PART, CFG)
-    # the product for dp has a group for each slice
-    s = warpgroup_mma_wait(CFG.dv_slices, deps=(s_started,))
+    s = warpgroup_mma_wait(CFG.dp_products, deps=(s_started,))
     if not EARLY:
         lse_log2 = row_terms(lse_smem, stage, PART, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
@@ -326,10 +339,10 @@ def _step(
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-    s_started = start_products(k, q_smem, step, CFG)
+    s_started = start_products(k, q_smem, step, CFG.SCORE_D, CFG)
     if CFG.SPLIT_RING:
         mbarrier.wait(ring.dout_full.index(stage), (step // CFG.STAGES) & 1)
-    dp_started = start_products(v, dout_smem, step, CFG)
+    dp_started = start_products(v, dout_smem, step, CFG.SCORE_DV, CFG)
     early: gl.constexpr = CFG.TILE_M == 64 and score.inverse_cap is None
     p, ds = score_step(
         s_started, dp_started, step, masked, keys.kv_index, score, shared, early, CFG

@@ -304,6 +304,11 @@ def tile_width(head_dim: int) -> int:
     return next(width for width in TILE_WIDTHS if head_dim <= width)
 
 
+def score_width(head_dim: int, tile: int) -> int:
+    """Columns of a tile that scores sum over: without the last 32 of 128 if they are zeros."""
+    return 96 if tile == 128 and head_dim <= 96 else tile
+
+
 def slice_width(tile: int) -> int:
     """The widest slice that a tile consists of; shared memory and registers have powers of two."""
     return 64 if tile % 128 else 128
@@ -344,10 +349,11 @@ class AttnBwdSm90Config:
     warp group leaves out dq (`backward_split`). BLOCK_Q neighbouring queries are visited together
     and share a semaphore: the query block of the mask, or without a mask TILE_M (128 if ORDERED).
     Blocks smaller than a tile are packed into one. BLOCK_KV is the key block of the mask, 0 when
-    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES tiles of queries and DS_STAGES tiles of score gradients are in flight. ORDERED
-    accumulates dq in the same order in every run. The kernel is compiled for MAX_REGISTERS per
-    thread; the roles then redistribute them.
+    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros;
+    scores and their gradients sum over SCORE_D and SCORE_DV columns of these. STAGES tiles of
+    queries and DS_STAGES tiles of score gradients are in flight. ORDERED accumulates dq in the same
+    order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then
+    redistribute them.
 
     DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
     separate barriers, because the latter are free first; DOUT_STAGES of these are in flight.
@@ -363,6 +369,8 @@ class AttnBwdSm90Config:
     TILE_M: int
     TILE_D: int
     TILE_DV: int
+    SCORE_D: int
+    SCORE_DV: int
     STAGES: int
     DOUT_STAGES: int
     DS_STAGES: int
@@ -385,6 +393,8 @@ class AttnBwdSm90Config:
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
         assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
         assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
+        for score, tile in ((self.SCORE_D, self.TILE_D), (self.SCORE_DV, self.TILE_DV)):
+            assert score == tile or (score == 96 and tile == 128 and not wide), f"{self=}"
         whole = wide or self.BLOCK_KV or self.CONSUMERS == 1
         assert not (self.SPLIT_HEADS and whole), f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
@@ -418,6 +428,11 @@ class AttnBwdSm90Config:
     def dv_slices(self) -> int:
         """Slices of values and output gradients."""
         return self.TILE_DV // self.slice_dv
+
+    @property
+    def dp_products(self) -> int:
+        """Products that make dp: one for each slice, or one of 64 and one of 32 columns."""
+        return self.dv_slices if self.SCORE_DV == self.TILE_DV else 2
 
     @property
     def visits_per_head(self) -> int:
@@ -485,10 +500,12 @@ def make_backward_config(
     block_size: tuple[int, int] | None = None,
     ordered: bool = False,
     split_heads: bool = False,
+    head_dims: tuple[int, int] | None = None,
 ) -> AttnBwdSm90Config:
-    """The configuration for these head dims; `block_size` is the mask's, None when dense.
+    """The configuration for these tiles; `block_size` is the mask's, None when dense.
 
-    Wide heads and masks are never split.
+    Wide heads and masks are never split. `head_dims` are those of the tensors; by default scores
+    sum over whole tiles.
     """
     if max(tile_d, tile_dv) > 128:
         return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)
@@ -497,11 +514,14 @@ def make_backward_config(
     block_q, block_kv = block_size or (ROW_PADDING if ordered else tile_m, 0)
     # under a mask, a producer with 24 registers spills
     producer = 24 if block_size is None else 40
+    head_dim, head_dim_v = head_dims or (tile_d, tile_dv)
     return AttnBwdSm90Config(
         CONSUMERS=2,
         TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SCORE_D=score_width(head_dim, tile_d),
+        SCORE_DV=score_width(head_dim_v, tile_dv),
         STAGES=2,
         DOUT_STAGES=2,
         # warp groups own different keys, so one may be up to a step ahead of the other
@@ -537,6 +557,8 @@ def _make_wide_backward_config(
         TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SCORE_D=tile_d,
+        SCORE_DV=tile_dv,
         STAGES=stages,
         DOUT_STAGES=dout_stages,
         DS_STAGES=1,
@@ -633,6 +655,8 @@ def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         TILE_M=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SCORE_D=tile_d,
+        SCORE_DV=tile_dv,
         STAGES=2,
         DOUT_STAGES=2,
         DS_STAGES=0,
