@@ -11,6 +11,7 @@ from blackwell_sparsek.attention.sm90.backward_preprocess import (
     launch_attn_bwd_preprocess,
     launch_attn_bwd_round_keys,
 )
+from blackwell_sparsek.attention.sm90.schedule import packed_rows
 from blackwell_sparsek.testing import layouts
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.poison import nan_like
@@ -130,3 +131,65 @@ def test_round_keys(length, kind, splits, dims, tiles, device):
         for i in range(1, splits):
             expected = expected + total[:, :, i]
         assert got.equal((expected * scale).to(torch.float16))
+
+
+SEQUENCES = (130, 0, 1)
+
+
+def offsets_of(lengths, device, first=0):
+    return torch.tensor([first, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
+
+
+def rows_of(lengths, workspace):
+    """Rows of each sequence in a workspace, which begin at multiples of 128 (`first_slot`)."""
+    first = 0
+    for i, length in enumerate(lengths):
+        start = (first // 128 + i) * 128
+        yield first, length, workspace[:, start : start + length]
+        first += length
+
+
+def test_preprocess_of_packed_sequences(device):
+    """Each sequence as if it were alone; what lies between them counts for nothing."""
+    first, heads, v_dim = 7, 2, 24
+    tokens = first + sum(SEQUENCES) + 5
+    out, dout = (
+        normal(tokens, heads, v_dim, seed=i, dtype=torch.float16, device=device) for i in range(2)
+    )
+    lse, dlse = (normal(heads, tokens, seed=i, device=device) for i in (2, 3))
+    # tokens of no sequence
+    for x in (out, dout):
+        x[:first], x[first + sum(SEQUENCES) :] = torch.nan, torch.nan
+    padded = packed_rows(tokens, len(SEQUENCES))
+    lse_log2, delta = (torch.full((heads, padded), torch.nan, device=device) for _ in range(2))
+    sums = torch.full((heads, padded, 192), torch.nan, device=device)
+    offsets = offsets_of(SEQUENCES, device, first)
+    launch_attn_bwd_preprocess(
+        lse_log2, delta, sums, None, out, dout, lse, dlse, cu_seqlens=offsets
+    )
+    assert (sums == 0).all()
+    exact = (out.double() * dout.double()).sum(-1).T - dlse
+    filled = torch.zeros_like(delta, dtype=torch.bool)
+    for (at, length, got), (_, _, log2), (_, _, mark) in zip(
+        *(rows_of(SEQUENCES, x) for x in (delta, lse_log2, filled)), strict=True
+    ):
+        expected = exact[:, first + at : first + at + length]
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
+        expected = lse[:, first + at : first + at + length] / torch.log(torch.tensor(2.0))
+        torch.testing.assert_close(log2, expected)
+        mark.fill_(True)
+    assert (lse_log2[~filled] == torch.inf).all() and (delta[~filled] == 0).all()
+
+
+def test_postprocess_of_packed_sequences(device):
+    heads, dim, tokens = 2, 136, sum(SEQUENCES) + 5
+    padded = packed_rows(tokens, len(SEQUENCES))
+    sums = normal(heads, padded, 192, seed=1, device=device)
+    dq = torch.full((tokens, heads, dim), torch.nan, dtype=torch.float16, device=device)
+    launch_attn_bwd_postprocess(
+        dq, as_threads_hold_them(sums), None, 128, 0.5, offsets_of(SEQUENCES, device)
+    )
+    for at, length, rows in rows_of(SEQUENCES, sums):
+        expected = (rows[..., :dim] * 0.5).to(torch.float16).transpose(0, 1)
+        assert dq[at : at + length].equal(expected)
+    assert dq[sum(SEQUENCES) :].isnan().all()

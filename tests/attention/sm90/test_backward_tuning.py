@@ -31,13 +31,19 @@ def problem(**changes):
     return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
 
 
+PACKED_WIDE = {"varlen": True, "tokens": (4096, 4096), "head_dim": 192}
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
         ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         ({"head_dim": 264}, "up to 256 in steps of 8, got 264 and 128"),
-        ({"varlen": True}, "packed sequences are not written yet"),
+        ({"varlen": True}, "packed sequences with head dimensions up to 128 are not written yet"),
+        (PACKED_WIDE | {"mask_block": (128, 128)}, "packed sequences with a mask"),
+        (PACKED_WIDE | {"deterministic": True}, "deterministic gradients of packed sequences"),
+        (PACKED_WIDE | {"tokens": (0, 100)}, "TMA cannot describe zero queries"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
         ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
@@ -54,6 +60,7 @@ def test_why_not(changes, reason):
         {"dtype": torch.float16},
         {"head_dim": 8, "head_dim_v": 128},
         {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
+        PACKED_WIDE,
         {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
@@ -67,6 +74,10 @@ def test_why_not(changes, reason):
 )
 def test_what_runs(changes):
     assert attn_bwd_sm90_unsupported(problem(**changes)) is None
+
+
+def test_packed_sequences_wait_for_a_gpu():
+    assert "has not run on a GPU yet" in attn_bwd_sm90_passed_over(problem(**PACKED_WIDE))
 
 
 def test_few_queries_are_left_to_smaller_tiles():

@@ -598,7 +598,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, None)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
         num_batch_heads, raster_group, head_splits,

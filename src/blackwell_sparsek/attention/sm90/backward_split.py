@@ -178,7 +178,7 @@ def _attn_bwd_dkdv_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, None)
     order = WorkOrder(counter_ptr, order_ptr, None, None, 1, num_batch_heads, 1, 1)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(

@@ -20,7 +20,7 @@ from ...masks.band import EVERYTHING
 from ...masks.derived_lists import derived_list
 from ...masks.order import longest_columns_first, longest_first
 from ..operands import gradient_factors, kernel_operands, transposed_mask
-from ..triton.delta import launch_sink_gradients
+from ..triton.delta import launch_attn_delta, launch_sink_gradients
 from .backward import _attn_bwd_sm90_kernel
 from .backward_preprocess import (
     ROW_TILE,
@@ -46,6 +46,8 @@ from .schedule import (
     backward_schedule,
     forward_schedule,
     forward_work_tiles,
+    packed_backward_schedule,
+    packed_rows,
     padded_rows,
 )
 from .tuning import (
@@ -120,11 +122,11 @@ def launch_attn_fwd_sm90(
             parts = scratch(schedule.parts_shape(config), torch.float32, q.device)
     with on_device_of(q):
         args = (
-            _forward_descriptor(out, config.out_block()),
+            _descriptor(out, config.out_block()),
             lse,
-            _forward_descriptor(q, config.q_block()),
-            _forward_descriptor(k, config.k_block()),
-            _forward_descriptor(v, config.v_block()),
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
             Workspace(self_resetting_counters(schedule.counters, q.device), order, parts),
@@ -146,7 +148,7 @@ def launch_attn_fwd_sm90(
         launch(_attn_fwd_sm90_kernel, schedule.programs, args, **options)
 
 
-def _forward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
     if x.dim() == 3:
         return packed_descriptor(x, block)
     return tensor_descriptor(x, block, tma_strides(x))
@@ -189,8 +191,14 @@ def backward(call: BackwardCall) -> None:
         order = _order_of_dq(call, config, raster_group)
         delta = launch_attn_bwd_sm90(call, *order, raster_group, config, head_splits)
     if dsinks is not None and given.spec.sinks is not None:
-        delta = delta[..., : call.lse.shape[-1]].contiguous()
-        launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, None)
+        offsets = given.spec.cu_seqlens_q
+        if offsets is None:
+            delta = delta[..., : call.lse.shape[-1]].contiguous()
+        else:
+            # that of packed sequences has gaps between them
+            delta = scratch(call.lse.shape, torch.float32, dout.device)
+            launch_attn_delta(delta, dout, call.out, call.dlse, call.lse)
+        launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, offsets)
 
 
 def _order_of_dq(call: BackwardCall, config: AttnBwdSm90Config, raster_group: int) -> DqOrder:
@@ -237,12 +245,13 @@ def launch_attn_bwd_sm90(
     config: AttnBwdSm90Config,
     head_splits: int = 1,
 ) -> torch.Tensor:
-    """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq].
+    """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq], packed [1, Hq, rows].
 
     Parameters
     ----------
-    call : dense, at least one query and key; dout, q, k and v as TMA takes them, lse contiguous.
-        All of dq, dk and dv is written. Without dq only the sums are formed
+    call : at least one query and key; dout, q, k and v as TMA takes them, lse contiguous. All of
+        dq, dk and dv is written, packed the tokens of sequences. Without dq only the sums are
+        formed. Packed: `config.SHARED_KEYS`, no mask, not `config.ORDERED`
     order : int32 [B * Hkv * tiles], tiles of keys in the order to take them, or None, which
         takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
         `dq_order.program_tiles` makes it
@@ -263,15 +272,17 @@ def launch_attn_bwd_sm90(
     assert dk is not None and dv is not None
     operands, mask = kernel_operands(given), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
-    batch_heads = operands.batch * operands.heads.q
-    padded = padded_rows(q_len)
+    packed, batch = spec.is_varlen, operands.batch
+    # heads of all sequences lie behind each other in workspaces, packed or not
+    batch_heads = operands.heads.q if packed else batch * operands.heads.q
+    padded = packed_rows(q.shape[0], batch) if packed else padded_rows(q_len)
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((batch_heads, padded, config.TILE_D), torch.float32, q.device)
     semaphores = None
     if config.ORDERED:
         semaphores = scratch((batch_heads, padded // ROW_TILE, 2), torch.int32, q.device)
     group_size = operands.heads.group_size // head_splits
-    kv_batch_heads = batch_heads // group_size
+    kv_batch_heads = batch * (operands.heads.q // group_size)
     key_sums = None
     if config.SPLIT_HEADS:
         heads = kv_batch_heads if config.ORDERED else kv_batch_heads // head_splits
@@ -283,11 +294,14 @@ def launch_attn_bwd_sm90(
             *(lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse),
             # ordered, they are stored and not added to
             None if config.ORDERED else key_sums,
+            spec.cu_seqlens_q,
         )
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
         sms, planned = arch_of(q.device).num_sms, visits is not None
         schedule = backward_schedule(config, sms, kv_batch_heads, kv_len)
+        if packed:
+            schedule = packed_backward_schedule(config, sms, batch, k.shape[1], k.shape[0])
         if planned:
             schedule = BackwardSchedule(sms, counted=False)
         counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
@@ -297,18 +311,19 @@ def launch_attn_bwd_sm90(
             kernel = _attn_bwd_wide_sm90_kernel
         else:
             sums_arg = _sums_descriptor(sums, config)
+        packing = (operands.cu_seqlens if packed else None, padded if packed else 0)
         if key_sums is None:
             blocks = (config.k_block(), config.v_block())
-            gradients = tuple(map(_backward_descriptor, (dk, dv), blocks))
+            gradients = tuple(map(_descriptor, (dk, dv), blocks))
         else:
             gradients = tuple(_sums_descriptor(x, config) for x in key_sums)
         args = (
             sums_arg,
             *gradients,
-            _backward_descriptor(dout, config.dout_block()),
-            _backward_descriptor(q, config.q_block()),
-            _backward_descriptor(k, config.k_block()),
-            _backward_descriptor(v, config.v_block()),
+            _descriptor(dout, config.dout_block()),
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
             *rows,
             WorkPointers(counter, order, semaphores, ranks, visits),
             mask.lists,
@@ -321,7 +336,7 @@ def launch_attn_bwd_sm90(
             1 if visits is None else visits.shape[1],
             operands.heads.q,
             group_size,
-            *(() if config.SHARED_KEYS else (head_splits,)),
+            *(packing if config.SHARED_KEYS else (head_splits,)),
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
@@ -332,18 +347,16 @@ def launch_attn_bwd_sm90(
         launch(kernel, schedule.programs, args, **options)
         if dq is not None:
             block_q = max(config.BLOCK_Q, ROW_TILE)
-            launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))
+            launch_attn_bwd_postprocess(
+                dq, sums, semaphores, block_q, float(spec.scale), spec.cu_seqlens_q
+            )
         if key_sums is not None:
             launch_attn_bwd_round_keys(dk, dv, key_sums, float(spec.scale))
-    return delta.view(operands.batch, operands.heads.q, padded)
+    return delta.view(-1, operands.heads.q, padded)
 
 
 def _sums_descriptor(sums: torch.Tensor, config: AttnBwdSm90Config) -> Any:
     return tensor_descriptor(sums.view(sums.shape[0], -1, SUM_COLUMNS), config.sums_block())
-
-
-def _backward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
-    return tensor_descriptor(x, block, tma_strides(x))
 
 
 # Launching the split backward: preprocess, then a kernel for dk and dv and one for dq.
@@ -392,8 +405,8 @@ def launch_attn_bwd_dkdv_sm90(
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _backward_descriptor(dk, config.k_block()),
-            _backward_descriptor(dv, config.v_block()),
+            _descriptor(dk, config.k_block()),
+            _descriptor(dv, config.v_block()),
             *_inputs(call, config),
             *rows,
             scratch((1,), torch.int32, q.device, zero=work_tiles > programs),
@@ -422,7 +435,7 @@ def launch_attn_bwd_dq_sm90(
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _backward_descriptor(dq, config.q_block()),
+            _descriptor(dq, config.q_block()),
             *_inputs(call, config),
             *terms,
             self_resetting_counters(1, q.device),
@@ -448,4 +461,4 @@ def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config)
     """Descriptors of what both kernels read."""
     tensors = (call.dout, call.forward.q, call.forward.k, call.forward.v)
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())
-    return tuple(map(_backward_descriptor, tensors, blocks))
+    return tuple(map(_descriptor, tensors, blocks))

@@ -73,6 +73,19 @@ def backward_schedule(
     return BackwardSchedule(programs, work_tiles > programs or config.ORDERED)
 
 
+def packed_backward_schedule(
+    config: AttnBwdSm90Config, sms: int, sequences: int, kv_heads: int, tokens: int
+) -> BackwardSchedule:
+    """The same for packed sequences with `tokens` keys: programs count the KV tiles themselves."""
+    work_tiles = kv_heads * (tokens // config.tile_n + sequences)
+    return BackwardSchedule(min(sms, work_tiles), counted=True)
+
+
+def packed_rows(tokens: int, sequences: int) -> int:
+    """Rows of the same memory for packed sequences, each of which begins at whole tiles."""
+    return (tokens // ROW_PADDING + sequences) * ROW_PADDING
+
+
 def padded_rows(tokens: int) -> int:
     """Rows of the memory for lse, delta and sums of a head with so many queries, or keys."""
     return cdiv(tokens, ROW_PADDING) * ROW_PADDING

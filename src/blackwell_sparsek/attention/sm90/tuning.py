@@ -274,15 +274,30 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
-    if problem.varlen:
-        return "packed sequences are not written yet"
+    if problem.varlen and (reason := _packed_gradients_unsupported(problem)) is not None:
+        return reason
     if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
         return f"needs key blocks of 64, 128 or 256, got {problem.mask_block[1]}"
     return None
 
 
+def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
+    """Why the Hopper backward cannot run these packed sequences, or None."""
+    if max(problem.head_dim, problem.head_dim_v) <= 128:
+        return "packed sequences with head dimensions up to 128 are not written yet"
+    if problem.mask_block is not None:
+        return "packed sequences with a mask are not written yet"
+    if problem.deterministic:
+        return "deterministic gradients of packed sequences are not written yet"
+    if problem.tokens is not None and problem.tokens[0] == 0:
+        return "TMA cannot describe zero queries"
+    return None
+
+
 def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
+    if problem.varlen:
+        return not_run_yet(problem)
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None

@@ -455,6 +455,7 @@ class BackwardSm90(NamedTuple):
     """Work tiles that share the query heads of a KV tile."""
     whole_scores: bool = True
     """Whether scores of 96 columns sum over 128."""
+    packed: bool = False
 
     @property
     def wide(self) -> bool:
@@ -470,6 +471,7 @@ class BackwardSm90(NamedTuple):
         parts += ["ordered"] if self.ordered else []
         parts += [f"splits{self.head_splits}"] if self.head_splits > 1 else []
         parts += [] if self.whole_scores else ["scores"]
+        parts += ["packed"] if self.packed else []
         return "-".join(parts)
 
     def call(self, tokens: int = TOKENS) -> BackwardCall:
@@ -477,6 +479,7 @@ class BackwardSm90(NamedTuple):
         forward = attention_call(
             (self.head_dim, self.head_dim_v), self.dtype, self.block_size, tokens=tokens,
             softcap=self.softcap, deterministic=self.ordered,
+            lay_out=packed if self.packed else by_token,
         )  # fmt: skip
         return backward_call(forward)
 
@@ -500,6 +503,7 @@ BACKWARD_SM90 = (
     BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
     BackwardSm90(256, 256, ordered=True, max_spill_bytes=448),
     BackwardSm90(192, 128, max_spill_bytes=64),
+    BackwardSm90(192, 128, packed=True, max_spill_bytes=160),
     BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=672),
     BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=64),
 )
@@ -566,6 +570,11 @@ def backward_sm90_cases() -> Iterator[CompileCase]:
     for kind, kernel in kernels.items():
         asked = BackwardSm90(80, 80, head_splits=4)
         name, launcher = f"attn_bwd_{kind}/d80-splits4", _launch_backward_sm90
+        yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
+    kernels = {"rows": _attn_bwd_preprocess_kernel, "round": _attn_bwd_postprocess_kernel}
+    for kind, kernel in kernels.items():
+        asked = BackwardSm90(160, 160, packed=True)
+        name, launcher = f"attn_bwd_{kind}/d160-packed", _launch_backward_sm90
         yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
 
 
