@@ -264,9 +264,8 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     batch_head, kv_tile = take(work, 0)
     while batch_head >= 0:
         kv_index = kv_tile * ROWS + offs_n
-        batch = batch_head // kv_heads
-        head = batch_head % kv_heads
         if shared.packing is not None:
+            batch = batch_head // kv_heads
             cu_seqlens = shared.packing.cu_seqlens
             kv_span = token_span(cu_seqlens.kv, batch, 0)
             q_span = token_span(cu_seqlens.q, batch, 0)
@@ -276,10 +275,8 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 Lengths(q_span.length, kv_span.length), heads, shared.band,
                 Packing(cu_seqlens, shared.packing.head_rows, first_row),
             )  # fmt: skip
-            place = tile_place(cu_seqlens.kv, batch, head, kv_span.first, kv_span.length)
         else:
             here = shared
-            place = tile_place(None, batch, head, 0, shared.lengths.kv)
         acc = ()
         for _ in gl.static_range(slices):
             acc = acc + (gl.zeros([ROWS, width], gl.float32, layout),)  # noqa: RUF005
@@ -296,6 +293,16 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 step += 1
         mbarrier.arrive(exchange.done, count=1)
         mbarrier.wait(exchange.done, work_tiles & 1)
+        # found here, and not before: registers are scarce in the loops
+        batch = batch_head // kv_heads
+        head = batch_head % kv_heads
+        if shared.packing is not None:
+            kv_span = token_span(shared.packing.cu_seqlens.kv, batch, 0)
+            place = tile_place(
+                shared.packing.cu_seqlens.kv, batch, head, kv_span.first, kv_span.length
+            )
+        else:
+            place = tile_place(None, batch, head, 0, shared.lengths.kv)
         if GROUP == 0:
             scale = outputs.score.scale
             _store_gradient(outputs.dk_desc, acc, scale, k_smem, place, kv_tile * ROWS, width)
