@@ -16,6 +16,7 @@ from blackwell_sparsek.attention import api, autograd, replay, resize, resize_ba
 from blackwell_sparsek.attention.sm90 import backward_preprocess
 from blackwell_sparsek.attention.sm90 import launch as sm90_launch
 from blackwell_sparsek.attention.sm90 import resize as sm90_resize
+from blackwell_sparsek.attention.sm90 import tuning as sm90_tuning
 from blackwell_sparsek.calls import attention as calls
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import InvalidInput
@@ -52,7 +53,8 @@ def gpu(monkeypatch):
     for name in ("_DENSE", "_PACKED", "_BACKWARD"):
         monkeypatch.setattr(replay, name, {})
     # compiled kernels know their parameters, interpreted ones do not
-    for name in ("_attn_bwd_preprocess_kernel", "_attn_bwd_postprocess_kernel"):
+    for name in ("preprocess", "postprocess", "round_keys"):
+        name = f"_attn_bwd_{name}_kernel"
         kernel = getattr(backward_preprocess, name)
         compiled = JITFunction(kernel.fn, **getattr(kernel, "kwargs", {}))
         monkeypatch.setattr(backward_preprocess, name, compiled)
@@ -130,6 +132,7 @@ CASES = {
     "one head": {"heads": (1, 1), "dims": (128, 128)},
     "uneven head dims": {"dims": (128, 64), "causal": True},
     "many heads": {"heads": (32, 8), "dims": (128, 128), "causal": True},
+    "wide heads": {"heads": (4, 2), "dims": (192, 128), "causal": True},
     "heads inside": {"layout": "bshd", "batch": 3, "causal": True},
     "sliced": {"layout": "sliced", "batch": 2},
 }
@@ -301,7 +304,7 @@ def counted_gradients(monkeypatch):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    "case", ["full", "causal", "one head", "many heads", "heads inside", "sliced"]
+    "case", ["full", "causal", "one head", "many heads", "wide heads", "heads inside", "sliced"]
 )
 def test_gradients_are_launched_as_in_full_calls(case, deterministic, gpu, monkeypatch):
     options = {**CASES[case], "deterministic": deterministic}
@@ -330,3 +333,25 @@ def test_gradients_that_differ_in_more_are_computed_in_full(gpu, monkeypatch):
     assert len(full) == 4
     gradients(Call(104), gpu)
     assert len(full) == 4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_with_shared_heads(deterministic, gpu, monkeypatch):
+    """Lengths decide whether work tiles share query heads: each kind is computed in full once."""
+    monkeypatch.setattr(sm90_tuning, "not_run_yet", lambda problem: None)
+    full = counted_gradients(monkeypatch)
+    options = {"heads": (28, 4), "dims": (128, 64), "deterministic": deterministic}
+    # the last two have kernels of the first two
+    lengths = ((100, 100), (300, 4090), (700, 701), (301, 4030))
+    for i, (sq, sk) in enumerate(lengths):
+        made = Call(sq, sk, **options)
+        quick = gradients(made, gpu)
+        assert len(full) == min(i + 1, 2)
+        monkeypatch.setattr(launch_replay, "_seen", {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resize_backward, "_FAMILIES", {})
+            slow = gradients(made, gpu)
+        full.pop()
+        names = [kernel for kernel, *_ in quick[3:]]
+        assert ("_attn_bwd_round_keys_kernel" in names) == (sk < 4000)
+        assert quick == slow, (sq, sk)

@@ -153,19 +153,20 @@ class TrainingCall:
     ) -> Tensors:
         """Gradients of q, k, v and the sinks; those that are not needed have no elements."""
         q, k, v, out, lse, sinks, *fixed = saved
-        spec = _with_tensors(self._spec, sinks, *fixed)
         if dout is None:
             dout = torch.zeros_like(out)
         mask, impl = self._spec.block_mask, _backward_impl(self._impl)
         stream = None if mask is None else stream_of(q)
         found = None
-        if not spec.is_biased:
+        _, _, slopes, bias = fixed
+        if slopes is None and bias is None:
             found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
         options = gradient_options(self._spec, sinks is not None, self._deterministic, impl)
         tensors = (dout, out, lse, q, k, v)
         if found is not None:
             key, addresses = found.key, found.addresses
-            launches = self._gradients.get(key)
+            # a call with lengths of its own has no launches yet, and a key is long to hash
+            launches = self._gradients.get(key) if self._gradients else None
             if launches is None:
                 launches = self._gradient_launches(key, options)
             if launches is not None:
@@ -174,6 +175,7 @@ class TrainingCall:
             if made is not None:
                 return made
         first = found is not None and not seen_before(found.key)
+        spec = _with_tensors(self._spec, sinks, *fixed)
         call = AttentionCall(q, k, v, spec, self._deterministic)
         # with gradients enabled, the operator makes a double backward raise; modes must see it too
         incoming = (dout,) if dlse is None else (dout, dlse)
@@ -192,7 +194,7 @@ class TrainingCall:
     def _gradient_launches(self, key: Any, options: tuple[Any, ...]) -> Launches | None:
         """The launches recorded for gradients with this key, bound to the mask, or None."""
         mask = self._spec.block_mask
-        recorded = self._of_kind.get(key)
+        recorded = self._of_kind.get(key) if self._of_kind else None
         if recorded is None:
             recorded = recorded_gradients(key, options, mask)
             if recorded is None:

@@ -162,11 +162,18 @@ def mask_steps(mask: "BlockMask") -> tuple[int, int]:
 
 def token_strides(x: Any) -> Strides:
     """Strides of batch, head and token of [B, H, S, D], or of packed [T, H, D]."""
+    # a dimension of size 1 may have any stride; 0 avoids compiling another variant for it
     if x.dim() == 4:
-        return Strides(*_used_strides(x, (0, 1, 2)))
-    return Strides(0, *_used_strides(x, (1, 0)))
+        batch, heads, tokens, _ = x.shape
+        of_batch, of_head, of_token, _ = x.stride()
+        of_batch = of_batch if batch > 1 else 0
+    else:
+        tokens, heads, _ = x.shape
+        of_token, of_head, _ = x.stride()
+        of_batch = 0
+    return Strides(of_batch, of_head if heads > 1 else 0, of_token if tokens > 1 else 0)
 
 
 def _used_strides(x: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
-    # a dimension of size 1 may have any stride; 0 avoids compiling another variant for it
+    """Strides of some dimensions, 0 for those of size 1, as in `token_strides`."""
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in dims)

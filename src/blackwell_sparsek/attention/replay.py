@@ -70,7 +70,8 @@ def describe(
     found = described(options, inputs, stream, gradients=not packed, operands=3)
     if found is not None and found.trains:
         # torch's global switch also decides which backward will run
-        return found._replace(key=(*found.key, _deterministic()))
+        key, addresses, trains, tensors = found
+        return Described((*key, _deterministic()), addresses, trains, tensors)
     return found
 
 

@@ -95,17 +95,19 @@ class _FamilyRecorder(Recorder):
     def keep(self, results: Tensors) -> Tensors:
         """Learn from the launches that computed `results`, if they can be resized."""
         record, launches, call = self._record, self._record.launches, self._call
-        three = record.complete and len(launches) == 3 and not record.derived
         config = None
-        if three:
-            _, backward, _ = launches
+        if record.complete and len(launches) in (3, 4) and not record.derived:
+            _, backward, *_ = launches
             config = backward.args[-1]
-        if isinstance(config, AttnBwdSm90Config) and not config.SHARED_KEYS:
-            # with kernels, which are imported when they are first needed
-            from .sm90.resize import BackwardLaunches
+        if isinstance(config, AttnBwdSm90Config):
+            family = _FAMILIES.get(self._family)
+            if family is None:
+                # with kernels, which are imported when they are first needed
+                from .sm90.resize import BackwardLaunches
 
-            made = BackwardLaunches(call.problem, call.q.device, launches)
-            keep(_FAMILIES, self._family, made)
+                family = BackwardLaunches(call.problem, call.spec.band, call.q.device)
+                keep(_FAMILIES, self._family, family)
+            family.learn(launches)
         return results
 
 
@@ -119,6 +121,7 @@ def gradient_recorder(
     dout, out, lse, q, k, v = tensors
     recordable = may_record(options, (dout, out, q, k, v), (lse,))
     family = _family(found, options) if recordable else None
-    if family is None or family in _FAMILIES:
+    known = None if family is None else _FAMILIES.get(family)
+    if family is None or (known is not None and known.knows(call.problem)):
         return NO_RECORDER
     return _FamilyRecorder(family, call)

@@ -50,7 +50,7 @@ def raster_place(program, num_batch_heads, num_tiles, group):
 
 
 @triton.jit
-def _first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
+def first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
     """First slot of a sequence. Slots number the query tiles of a head through all sequences.
 
     A sequence gets at least as many slots as it has tiles, so that its first slot depends on its
@@ -63,7 +63,7 @@ def _first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
 @triton.jit
 def count_packed_tiles(cu_seqlens_ptr, num_sequences, heads, TILE_M: tl.constexpr):
     """How many work tiles packed sequences have, including those without queries."""
-    return _first_slot(cu_seqlens_ptr, num_sequences, TILE_M) * heads
+    return first_slot(cu_seqlens_ptr, num_sequences, TILE_M) * heads
 
 
 @triton.jit
@@ -94,8 +94,8 @@ def place_in_sequence(cu_seqlens_ptr, work_index, sequence, heads, group, TILE_M
 
     The tiles that come first in a group may begin past the last query.
     """
-    first = _first_slot(cu_seqlens_ptr, sequence, TILE_M)
-    slots = _first_slot(cu_seqlens_ptr, sequence + 1, TILE_M) - first
+    first = first_slot(cu_seqlens_ptr, sequence, TILE_M)
+    slots = first_slot(cu_seqlens_ptr, sequence + 1, TILE_M) - first
     return raster_place(work_index - first * heads, heads, slots, group)
 
 

@@ -6,18 +6,22 @@ import itertools
 import pytest
 import torch
 
+from blackwell_sparsek.attention.sm90 import tuning
 from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
 from blackwell_sparsek.attention.sm90.tuning import (
     FEW_QUERIES,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
+    attn_bwd_sm90_head_splits,
     attn_bwd_sm90_is_split,
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_raster_group,
     attn_bwd_sm90_unsupported,
+    modelled_head_splits,
 )
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.masks.band import EVERYTHING, Band
 
 
 def problem(**changes):
@@ -27,13 +31,19 @@ def problem(**changes):
     return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
 
 
+PACKED_WIDE = {"varlen": True, "tokens": (4096, 4096), "head_dim": 192}
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
         ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         ({"head_dim": 264}, "up to 256 in steps of 8, got 264 and 128"),
-        ({"varlen": True}, "packed sequences are not written yet"),
+        ({"varlen": True}, "packed sequences with head dimensions up to 128 are not written yet"),
+        (PACKED_WIDE | {"mask_block": (128, 128)}, "packed sequences with a mask"),
+        (PACKED_WIDE | {"deterministic": True}, "deterministic gradients of packed sequences"),
+        (PACKED_WIDE | {"tokens": (0, 100)}, "TMA cannot describe zero queries"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
         ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
@@ -50,6 +60,7 @@ def test_why_not(changes, reason):
         {"dtype": torch.float16},
         {"head_dim": 8, "head_dim_v": 128},
         {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
+        PACKED_WIDE,
         {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
@@ -63,6 +74,10 @@ def test_why_not(changes, reason):
 )
 def test_what_runs(changes):
     assert attn_bwd_sm90_unsupported(problem(**changes)) is None
+
+
+def test_packed_sequences_wait_for_a_gpu():
+    assert "has not run on a GPU yet" in attn_bwd_sm90_passed_over(problem(**PACKED_WIDE))
 
 
 def test_few_queries_are_left_to_smaller_tiles():
@@ -93,6 +108,32 @@ def test_narrow_key_blocks_have_two_kernels(deterministic):
 def test_tiles_cover_the_head_dims(dims, tiles):
     config = attn_bwd_sm90_config(problem(head_dim=dims[0], head_dim_v=dims[1]))
     assert tiles == (config.TILE_D, config.TILE_DV)
+
+
+@pytest.mark.parametrize(
+    "dims, scores",
+    [
+        ((96, 96), (96, 96)),
+        ((72, 128), (96, 128)),
+        ((104, 96), (128, 96)),
+        # values of 128 columns widen the tile of keys
+        ((40, 128), (96, 128)),
+        ((64, 64), (64, 64)),
+        ((80, 64), (96, 64)),
+        ((160, 96), (192, 128)),
+    ],
+)
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_scores_sum_over_what_is_not_zero(dims, scores, block, monkeypatch):
+    asked = problem(head_dim=dims[0], head_dim_v=dims[1], mask_block=block)
+    config = attn_bwd_sm90_config(asked)
+    assert (config.SCORE_D, config.SCORE_DV) == (config.TILE_D, config.TILE_DV)
+    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
+    config = attn_bwd_sm90_config(asked)
+    assert scores == (config.SCORE_D, config.SCORE_DV)
+    # consumers wait until only the products for dp are under way
+    slices = 2 if scores[1] == 96 else config.dv_slices
+    assert config.dp_products == slices
 
 
 def test_what_dense_kernels_have_registers_and_barriers_for():
@@ -183,3 +224,60 @@ def test_raster_groups_of_planned_ranks(tokens, raster_group, parts):
     planned = problem(max_q=tokens, deterministic=True, mask_block=(128, 128), heads_kv=4)
     assert attn_bwd_sm90_raster_group(planned) == raster_group
     assert attn_bwd_sm90_front(planned, raster_group) == parts
+
+
+CAUSAL = Band(None, 0)
+
+
+@pytest.mark.parametrize(
+    "heads, tokens, band, splits",
+    [
+        # 64 work tiles as long as 7 heads, 128 of them, and 256
+        ((28, 4), 2048, CAUSAL, 7),
+        ((28, 4), 4096, CAUSAL, 7),
+        ((28, 4), 8192, CAUSAL, 1),
+        ((28, 4), 2048, EVERYTHING, 7),
+        # 128 equal work tiles for 132 programs
+        ((28, 4), 4096, EVERYTHING, 1),
+        # windows make work tiles short and equal
+        ((28, 4), 4096, Band(511, 0), 1),
+        # shares of more than one head
+        ((32, 8), 2048, CAUSAL, 2),
+        ((32, 8), 4096, CAUSAL, 1),
+        ((32, 1), 2048, CAUSAL, 16),
+        ((16, 16), 512, CAUSAL, 1),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_heads_are_shared_where_work_tiles_are_few(heads, tokens, band, splits, deterministic):
+    changes = {"heads_q": heads[0], "heads_kv": heads[1], "banded": band != EVERYTHING}
+    asked = problem(max_q=tokens, max_k=tokens, deterministic=deterministic, **changes)
+    assert modelled_head_splits(asked, band) == splits
+    config = attn_bwd_sm90_config(asked, splits)
+    assert (splits > 1) == config.SPLIT_HEADS and deterministic == config.ORDERED
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mask_block": (128, 128)}, {"head_dim": 192}, {"head_dim_v": 256}]
+)
+def test_masks_and_wide_heads_are_not_shared(changes):
+    few = problem(heads_q=32, heads_kv=1, max_q=512, max_k=512, **changes)
+    assert modelled_head_splits(few, EVERYTHING) == 1
+
+
+def test_shared_heads_wait_for_a_gpu(monkeypatch):
+    few = problem(heads_q=32, heads_kv=1, max_q=512, max_k=512)
+    assert attn_bwd_sm90_head_splits(few, EVERYTHING) == 1
+    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
+    assert attn_bwd_sm90_head_splits(few, EVERYTHING) == modelled_head_splits(few, EVERYTHING) == 32
+
+
+@pytest.mark.parametrize("deterministic, raster_group", [(False, 16), (True, 8)])
+def test_raster_groups_of_shares(deterministic, raster_group):
+    """Two key tiles for each SM; in order, what fits in 16 MiB, as heads of their own would."""
+    shape = {"heads_q": 28, "heads_kv": 4, "banded": True, "deterministic": deterministic}
+    asked = problem(max_q=2048, max_k=2048, **shape)
+    assert attn_bwd_sm90_raster_group(asked, 7) == raster_group
+    alone = dataclasses.replace(asked, heads_kv=28)
+    assert attn_bwd_sm90_raster_group(alone) == raster_group
+    assert attn_bwd_sm90_raster_group(asked) == 4

@@ -22,6 +22,10 @@ is no deadlock. KV tiles start at different query blocks (`_ascends`), so that f
 Under a mask `dq_order` plans ranks, and which program takes which work tiles: a program waits for
 what was planned earlier, wherever that runs, so all programs have to be resident at the same time.
 
+Few KV heads with many query heads each make few and long work tiles. With `SPLIT_HEADS`, several
+work tiles share the query heads of a KV tile and add dk and dv to fp32 sums, which a kernel of
+`backward_preprocess` rounds; in ordered accumulation each has sums of its own, added up there.
+
 Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `backward_preprocess`. Limits:
 those of `forward`; key blocks of masks of 128 or 256; those of 64 go to `backward_split`, and head
 dims above 128 to `backward_wide`.
@@ -84,6 +88,7 @@ class Outputs(NamedTuple):
     score: GradientScore
     ds_ring: DsRing
     dq_ring: Ring
+    head_splits: Any
 
 
 class OwnKeys(NamedTuple):
@@ -107,13 +112,27 @@ def zero_of(step):
 
 
 @gluon.jit
-def start_products(rows, tiles, step, CFG: gl.constexpr):
-    """Start the product of 64 keys or values with the queries or output gradients of a step."""
+def start_products(rows, tiles, step, DEPTH: gl.constexpr, CFG: gl.constexpr):
+    """Start the product of 64 keys or values with the queries or output gradients of a step.
+
+    DEPTH columns count, those beyond are zero: all, or 96 of 128 by a product of 64 and one of 32.
+    """
     tile_m: gl.constexpr = CFG.TILE_M
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
-    nothing = gl.zeros([ROWS, tile_m], gl.float32, layout)
-    columns = tiles.index(placed(step % CFG.STAGES)).permute((1, 0))
-    return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
+    product = gl.zeros([ROWS, tile_m], gl.float32, layout)
+    columns = tiles.index(placed(step % CFG.STAGES))
+    if DEPTH == 96:
+        left = columns.slice(0, 64, dim=1).permute((1, 0))
+        right = columns.slice(64, 32, dim=1).permute((1, 0))
+        product = warpgroup_mma(
+            rows.slice(0, 64, dim=1), left, product, use_acc=False, is_async=True
+        )
+        product = warpgroup_mma(rows.slice(64, 32, dim=1), right, product, is_async=True)
+    else:
+        product = warpgroup_mma(
+            rows, columns.permute((1, 0)), product, use_acc=False, is_async=True
+        )
+    return product
 
 
 @gluon.jit
@@ -189,8 +208,7 @@ def score_step(
     dout_stage = step % CFG.DOUT_STAGES
     if EARLY:
         lse_log2 = row_terms(lse_smem, stage, PART, CFG)
-    # the product for dp has a group for each slice
-    s = warpgroup_mma_wait(CFG.dv_slices, deps=(s_started,))
+    s = warpgroup_mma_wait(CFG.dp_products, deps=(s_started,))
     if not EARLY:
         lse_log2 = row_terms(lse_smem, stage, PART, CFG)
     p, capped = probabilities(s, None, lse_log2, score)
@@ -321,10 +339,10 @@ def _step(
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-    s_started = start_products(k, q_smem, step, CFG)
+    s_started = start_products(k, q_smem, step, CFG.SCORE_D, CFG)
     if CFG.SPLIT_RING:
         mbarrier.wait(ring.dout_full.index(stage), (step // CFG.STAGES) & 1)
-    dp_started = start_products(v, dout_smem, step, CFG)
+    dp_started = start_products(v, dout_smem, step, CFG.SCORE_DV, CFG)
     early: gl.constexpr = CFG.TILE_M == 64 and score.inverse_cap is None
     p, ds = score_step(
         s_started, dp_started, step, masked, keys.kv_index, score, shared, early, CFG
@@ -421,6 +439,35 @@ def _store_gradient(desc, x, smem, place):
 
 
 @gluon.jit
+def _add_sums(desc, x, smem, place, CFG: gl.constexpr):
+    """Add a [64, 64] tile of a gradient of keys or values to the sums, or store it if ORDERED."""
+    smem.store(in_register_order(x))
+    fence_async_shared()
+    if CFG.ORDERED:
+        async_store(desc, place, smem)
+    else:
+        async_atomic_add(desc, place, smem)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_gradient(desc, x, smem, head, row, WIDTH: gl.constexpr, CFG: gl.constexpr):
+    """What `_store_gradient` does where other work tiles add to the same gradients, in fp32.
+
+    Sums lie in memory as those of dq do; `smem` holds 64 columns at a time.
+    """
+    place = row // ROWS * (WIDTH // 64) * SUM_ROWS
+    if WIDTH == 64:
+        _add_sums(desc, x, smem, [head, place, 0], CFG)
+    else:
+        layout: gl.constexpr = CFG.accumulator_layout(64)
+        left, right = x.reshape([ROWS, 2, 64]).permute((0, 2, 1)).split()
+        _add_sums(desc, gl.convert_layout(left, layout), smem, [head, place, 0], CFG)
+        right = gl.convert_layout(right, layout)
+        _add_sums(desc, right, smem, [head, place + SUM_ROWS, 0], CFG)
+
+
+@gluon.jit
 def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys of each work tile."""
     dq_ring, work, heads = outputs.dq_ring, shared.work, shared.heads
@@ -475,9 +522,15 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         # dv and dk reuse the memory of dq: the writer must have taken the last tile
         mbarrier.wait(dq_ring.empty.index(GROUP), (step & 1) ^ 1)
         row = kv_tile * CFG.tile_n + GROUP * ROWS
-        place = [batch_head // kv_heads, batch_head % kv_heads, row, 0]
-        _store_gradient(outputs.dv_desc, dv.to(dtype), dv_tile, place)
-        _store_gradient(outputs.dk_desc, (dk * outputs.score.scale).to(dtype), dk_tile, place)
+        if CFG.SPLIT_HEADS:
+            sums_tile = dq_ring.tiles.index(GROUP)
+            head = batch_head if CFG.ORDERED else batch_head // outputs.head_splits
+            _add_gradient(outputs.dv_desc, dv, sums_tile, head, row, CFG.TILE_DV, CFG)
+            _add_gradient(outputs.dk_desc, dk, sums_tile, head, row, CFG.TILE_D, CFG)
+        else:
+            place = [batch_head // kv_heads, batch_head % kv_heads, row, 0]
+            _store_gradient(outputs.dv_desc, dv.to(dtype), dv_tile, place)
+            _store_gradient(outputs.dk_desc, (dk * outputs.score.scale).to(dtype), dk_tile, place)
         work_tiles += 1
         batch_head, kv_tile = take(work, slot)
         slot += 1
@@ -488,7 +541,7 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_batch_heads",
-        "raster_group", "visit_heads", "q_heads", "group_size",
+        "raster_group", "visit_heads", "q_heads", "group_size", "head_splits",
     ]
 )  # fmt: skip
 def _attn_bwd_sm90_kernel(
@@ -514,12 +567,15 @@ def _attn_bwd_sm90_kernel(
     visit_heads,
     q_heads,
     group_size,
+    head_splits,
     score,
     CFG: gl.constexpr,
 ):
     """Set up rings and roles.
 
-    `work_ptrs` are `WorkPointers`. `score` is what `gradient_factors` gives.
+    `work_ptrs` are `WorkPointers`. `score` is what `gradient_factors` gives. With
+    `CFG.SPLIT_HEADS`, `dk_desc` and `dv_desc` are those of sums, and `group_size` is that of a
+    share of the query heads.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -542,12 +598,12 @@ def _attn_bwd_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, None)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
-        num_batch_heads, raster_group,
+        num_batch_heads, raster_group, head_splits,
     )  # fmt: skip
-    outputs = Outputs(dk_desc, dv_desc, score, ds_ring, dq_ring)
+    outputs = Outputs(dk_desc, dv_desc, score, ds_ring, dq_ring, head_splits)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [

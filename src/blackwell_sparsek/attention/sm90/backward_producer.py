@@ -8,10 +8,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...device.gluon.compat import async_load
-from ...device.gluon.pipeline import publish
+from ...device.gluon.pipeline import publish, tile_at, tile_place
 from ...device.masks import kv_range, q_range, q_range_of_all
-from ...device.records import MaskLists, VisitPlan
-from ...device.schedule import raster_group_of, raster_place
+from ...device.records import Lengths, MaskLists, VisitPlan
+from ...device.schedule import (
+    count_packed_tiles,
+    first_slot,
+    place_in_sequence,
+    raster_group_of,
+    raster_place,
+    sequence_of_tile,
+    token_span,
+)
 from ...device.visits import (
     keys_of_tile,
     masked_block,
@@ -22,7 +30,15 @@ from ...device.visits import (
     plan_dense,
     tile_ordinal,
 )
-from .backward_shared import ROWS, StepInfo, padded_queries, write_info
+from .backward_shared import (
+    PADDING,
+    ROWS,
+    Packing,
+    Shared,
+    StepInfo,
+    padded_queries,
+    write_info,
+)
 from .config import ORDERED_TILES
 
 # Entries of a mask row read at a time, four by each thread of the producer.
@@ -207,12 +223,24 @@ def _find_part(visit, order, q_tile, part: gl.constexpr, shared, CFG: gl.constex
 
 
 @gluon.jit
-def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: gl.constexpr):
-    """Start the copies of one query tile: queries, output gradients, lse and delta."""
+def _fetch_step(
+    descs, order, shared, step, visit, q_tile, batch, q_head, q_first, CFG: gl.constexpr
+):
+    """Start the copies of one query tile: queries, output gradients, lse and delta.
+
+    `q_first` is the first token of a packed sequence.
+    """
     ring = shared.queries
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
-    batch_head = batch * shared.heads.q + q_head
+    if shared.packing is not None:
+        batch_head = q_head
+        first_row = shared.packing.first_row
+        q_place = tile_place(shared.packing.cu_seqlens.q, batch, q_head, q_first, shared.lengths.q)
+    else:
+        batch_head = batch * shared.heads.q + q_head
+        first_row = 0
+        q_place = tile_place(None, batch, q_head, q_first, shared.lengths.q)
     first = _find_part(visit, order, q_tile, 0, shared, CFG)
     second = Part(first.q_row + ROWS, first.bits_id, first.rank)
     if parts == 2:
@@ -241,8 +269,8 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
             q = q + (tile.slice(part * rows, rows, dim=0),)  # noqa: RUF005
         lse = ring.lse_smem.index(stage).slice(part * rows, rows, dim=0)
         for i in gl.static_range(d_slices):
-            async_load(descs.q, [batch, q_head, q_row, i * CFG.slice_d], full, q[i])
-        async_load(descs.lse, [batch_head, q_row], full, lse)
+            async_load(descs.q, tile_at(q_place, q_row, i * CFG.slice_d), full, q[i])
+        async_load(descs.lse, [batch_head, first_row + q_row], full, lse)
     dout_stage = step % CFG.DOUT_STAGES
     dout_full = ring.dout_full.index(dout_stage)
     if CFG.SPLIT_RING:
@@ -256,12 +284,12 @@ def _fetch_step(descs, order, shared, step, visit, q_tile, batch, q_head, CFG: g
             dout = dout + (tile.slice(part * rows, rows, dim=0),)  # noqa: RUF005
         delta = ring.delta_smem.index(dout_stage).slice(part * rows, rows, dim=0)
         for i in gl.static_range(dv_slices):
-            async_load(descs.dout, [batch, q_head, q_row, i * CFG.slice_dv], dout_full, dout[i])
-        async_load(descs.delta, [batch_head, q_row], dout_full, delta)
+            async_load(descs.dout, tile_at(q_place, q_row, i * CFG.slice_dv), dout_full, dout[i])
+        async_load(descs.delta, [batch_head, first_row + q_row], dout_full, delta)
 
 
 @gluon.jit
-def _fetch_keys(descs, keys, work_tiles, batch, kv_head, kv_tile, CFG: gl.constexpr):
+def _fetch_keys(descs, keys, work_tiles, kv_place, kv_tile, CFG: gl.constexpr):
     """Start the copies of the keys and values of a work tile, once those before are done with."""
     row_tiles: gl.constexpr = CFG.tile_n // ROWS
     d_slices: gl.constexpr = CFG.d_slices
@@ -274,10 +302,10 @@ def _fetch_keys(descs, keys, work_tiles, batch, kv_head, kv_tile, CFG: gl.conste
     for g in gl.static_range(row_tiles):
         row = kv_tile * CFG.tile_n + g * ROWS
         for i in gl.static_range(d_slices):
-            place = [batch, kv_head, row, i * CFG.slice_d]
+            place = tile_at(kv_place, row, i * CFG.slice_d)
             async_load(descs.k, place, full, keys.k_smem.index(g * d_slices + i))
         for i in gl.static_range(dv_slices):
-            place = [batch, kv_head, row, i * CFG.slice_dv]
+            place = tile_at(kv_place, row, i * CFG.slice_dv)
             async_load(descs.v, place, full, keys.v_smem.index(g * dv_slices + i))
 
 
@@ -292,6 +320,11 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
     visits, heads_here = heads_of_visits(shared, CFG)
     kv_tiles = (shared.lengths.kv + CFG.tile_n - 1) // CFG.tile_n
     total = num_batch_heads * kv_tiles
+    sequence = 0
+    if shared.packing is not None:
+        cu_seqlens = shared.packing.cu_seqlens
+        num_sequences = num_batch_heads // kv_heads
+        total = count_packed_tiles(cu_seqlens.kv, num_sequences, kv_heads, CFG.tile_n)
     step = 0
     slot = 0
     work_tiles = 0
@@ -306,7 +339,21 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
         work_tile = gl.atomic_add(order.counter, 1, sem="relaxed")
     while work_tile < total:
         ascending = work_tile < 0
-        if order_ptr is None:
+        if shared.packing is not None:
+            offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
+            sequence = sequence_of_tile(
+                cu_seqlens.kv, work_tile, sequence, num_sequences, kv_heads, offs_scan, CFG.tile_n
+            )
+            in_sequence, from_end = place_in_sequence(
+                cu_seqlens.kv, work_tile, sequence, kv_heads, order.raster_group, CFG.tile_n
+            )
+            slots = first_slot(cu_seqlens.kv, sequence + 1, CFG.tile_n) - first_slot(
+                cu_seqlens.kv, sequence, CFG.tile_n
+            )
+            batch_head = sequence * kv_heads + in_sequence
+            # the last one may begin past the last key: it visits nothing
+            kv_tile = slots - 1 - from_end
+        elif order_ptr is None:
             batch_head, from_end = raster_place(
                 work_tile, num_batch_heads, kv_tiles, order.raster_group
             )
@@ -323,9 +370,25 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
         kv_head = batch_head % kv_heads
         publish(work, slot, (batch_head, kv_tile))
         slot += 1
+        if shared.packing is not None:
+            q_span = token_span(cu_seqlens.q, batch, 0)
+            kv_span = token_span(cu_seqlens.kv, batch, 0)
+            q_first = q_span.first
+            first_row = first_slot(cu_seqlens.q, batch, PADDING) * PADDING
+            here = Shared(
+                shared.mask, shared.keys, shared.queries, shared.steps, work,
+                Lengths(q_span.length, kv_span.length), heads, shared.band,
+                Packing(cu_seqlens, shared.packing.head_rows, first_row),
+            )  # fmt: skip
+            kv_place = tile_place(cu_seqlens.kv, batch, kv_head, kv_span.first, kv_span.length)
+        else:
+            here = shared
+            q_first = 0
+            key_head = kv_head // order.head_splits if CFG.SPLIT_HEADS else kv_head
+            kv_place = tile_place(None, batch, key_head, 0, shared.lengths.kv)
         for visit in range(visits * CFG.visits_per_head):
             first_head = kv_head * heads.group_size + visit // CFG.visits_per_head
-            plan = _plan_queries(shared, batch, first_head, kv_tile, CFG)
+            plan = _plan_queries(here, batch, first_head, kv_tile, CFG)
             plan = _part_of_plan(plan, visit, ascending, CFG)
             num_masked = num_masked_blocks(plan)
             masked_tiles = num_tiles(num_masked, tile_m, block_q)
@@ -334,13 +397,13 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
             slot += 1
             if visit == 0:
                 # planned before, while the consumers still needed the last ones
-                _fetch_keys(descs, shared.keys, work_tiles, batch, kv_head, kv_tile, CFG)
+                _fetch_keys(descs, shared.keys, work_tiles, kv_place, kv_tile, CFG)
             head = visit // CFG.visits_per_head % order.visit_heads
             found = HeadVisit(shared.mask.lists, plan, num_masked, kv_tile, head, ascending)
             for item in range(q_tiles * heads_here):
                 q_tile, head_here = _place_in_group(item, heads_here, CFG)
                 q_head = first_head + head_here
-                _fetch_step(descs, order, shared, step, found, q_tile, batch, q_head, CFG)
+                _fetch_step(descs, order, here, step, found, q_tile, batch, q_head, q_first, CFG)
                 step += 1
         work_tiles += 1
         # Claimed when the copies of this one are under way, and not before: work tiles of many

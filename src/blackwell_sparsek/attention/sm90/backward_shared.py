@@ -12,13 +12,13 @@ from triton.experimental.gluon import language as gl
 
 from ...device.gluon.pipeline import barriers, tiles
 from ...device.gluon.records import WorkChannel
-from ...device.records import Band, Heads, Lengths, Mask
+from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask
 from ...launch.descriptors import GROUP_ROWS
-from .config import INFO_DEPTH, QUERY_PADDING
+from .config import INFO_DEPTH, ROW_PADDING
 
 ROWS = gl.constexpr(GROUP_ROWS)
 DEPTH = gl.constexpr(INFO_DEPTH)
-PADDING = gl.constexpr(QUERY_PADDING)
+PADDING = gl.constexpr(ROW_PADDING)
 
 
 class ResidentKeys(NamedTuple):
@@ -46,6 +46,16 @@ class QueryRing(NamedTuple):
     dout_empty: Any
 
 
+class Packing(NamedTuple):
+    """Packed sequences, and where one of them lies among lse, delta and the sums of dq."""
+
+    cu_seqlens: CuSeqlens
+    head_rows: Any
+    """Rows of a head, in which each sequence begins at a multiple of `PADDING`."""
+    first_row: Any
+    """Row of the first query of the sequence of a work tile."""
+
+
 class Shared(NamedTuple):
     """What producer and consumers both read."""
 
@@ -57,8 +67,11 @@ class Shared(NamedTuple):
     work: WorkChannel
     """Channel from the producer: first a work tile, then the tiles of each visit."""
     lengths: Lengths
+    """Of all sequences, or of that of a work tile."""
     heads: Heads
     band: Band
+    packing: Packing
+    """None if sequences are not packed."""
 
 
 class Descriptors(NamedTuple):
@@ -101,6 +114,9 @@ class WorkOrder(NamedTuple):
     """Of the keys."""
     raster_group: Any
     """How many of them run together, so that their queries stay in L2."""
+    head_splits: Any
+    """Shares into which the query heads of a KV head are divided. Each counts as a KV head of its
+    own, with the same keys: `num_batch_heads` and the group size are those of shares."""
 
 
 class StepInfo(NamedTuple):

@@ -75,8 +75,9 @@ def _step_dkdv(dk, dv, step, kv_index, score, shared, MASKED: gl.constexpr, CFG:
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(CFG.TILE_D), 2)
     stage = step % CFG.STAGES
     mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-    s_started = start_products(k_smem.index(zero_of(step)), ring.q_smem, step, CFG)
-    dp_started = start_products(v_smem.index(zero_of(step)), ring.dout_smem, step, CFG)
+    s_started = start_products(k_smem.index(zero_of(step)), ring.q_smem, step, CFG.SCORE_D, CFG)
+    v = v_smem.index(zero_of(step))
+    dp_started = start_products(v, ring.dout_smem, step, CFG.SCORE_DV, CFG)
     early: gl.constexpr = score.inverse_cap is None
     p, ds = score_step(
         s_started, dp_started, step, MASKED, kv_index, score, shared, early, CFG
@@ -177,8 +178,8 @@ def _attn_bwd_dkdv_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band)
-    order = WorkOrder(counter_ptr, order_ptr, None, None, 1, num_batch_heads, 1)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, None)
+    order = WorkOrder(counter_ptr, order_ptr, None, None, 1, num_batch_heads, 1, 1)
     # the first role runs in the warps of the launch, the other in a warp of its own
     gl.warp_specialize(
         [

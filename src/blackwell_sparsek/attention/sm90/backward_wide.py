@@ -32,16 +32,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon.compat import async_store, placed
 from ...device.gluon.memory import acquire_by_group, add_vectors, release_by_group, store_vectors
-from ...device.gluon.pipeline import barriers, take, work_channel
+from ...device.gluon.pipeline import barriers, take, tile_at, tile_place, work_channel
 from ...device.records import Band, GradientScore, Heads, Lengths, Mask
+from ...device.schedule import first_slot, token_span
 from .backward import block_semaphore, hand_over, in_register_order, score_step, zero_of
 from .backward_producer import heads_of_visits, produce_steps
 from .backward_shared import (
     BATCH_HEAD,
+    PADDING,
     Q_ROW,
     RANK,
     ROWS,
     Descriptors,
+    Packing,
     Shared,
     WorkOrder,
     padded_queries,
@@ -166,7 +169,12 @@ def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.con
         first = rank == 0
         if has_rank & (tile_in_block == CFG.last_in_block):
             acquire_by_group(semaphore, rank)
-    sums_ptr = sums.sums_ptr + (batch_head.to(gl.int64) * rows + row) * CFG.TILE_D
+    if shared.packing is not None:
+        head_rows, first_row = shared.packing.head_rows, shared.packing.first_row
+    else:
+        head_rows, first_row = rows, 0
+    sum_row = batch_head.to(gl.int64) * head_rows + first_row + row
+    sums_ptr = sums.sums_ptr + sum_row * CFG.TILE_D
     for piece in gl.static_range(pieces):
         if piece + 1 < pieces:
             after = _start_dq(ds, shared.keys.k_smem, step, piece + 1, CFG)
@@ -227,14 +235,14 @@ def _step(
 
 
 @gluon.jit
-def _store_gradient(desc, acc, factor, smem, batch, head, row, WIDTH: gl.constexpr):
+def _store_gradient(desc, acc, factor, smem, place, row, WIDTH: gl.constexpr):
     """Round a gradient of keys or values and copy it to memory, by way of their own tiles."""
     dtype: gl.constexpr = smem.dtype
     for i in gl.static_range(len(acc)):
         smem.index(i).store((acc[i] * factor).to(dtype))
     fence_async_shared()
     for i in gl.static_range(len(acc)):
-        async_store(desc, [batch, head, row, i * WIDTH], smem.index(i))
+        async_store(desc, tile_at(place, row, i * WIDTH), smem.index(i))
     tma.store_wait(0)
 
 
@@ -256,6 +264,19 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     batch_head, kv_tile = take(work, 0)
     while batch_head >= 0:
         kv_index = kv_tile * ROWS + offs_n
+        if shared.packing is not None:
+            batch = batch_head // kv_heads
+            cu_seqlens = shared.packing.cu_seqlens
+            kv_span = token_span(cu_seqlens.kv, batch, 0)
+            q_span = token_span(cu_seqlens.q, batch, 0)
+            first_row = first_slot(cu_seqlens.q, batch, PADDING) * PADDING
+            here = Shared(
+                shared.mask, shared.keys, shared.queries, shared.steps, work,
+                Lengths(q_span.length, kv_span.length), heads, shared.band,
+                Packing(cu_seqlens, shared.packing.head_rows, first_row),
+            )  # fmt: skip
+        else:
+            here = shared
         acc = ()
         for _ in gl.static_range(slices):
             acc = acc + (gl.zeros([ROWS, width], gl.float32, layout),)  # noqa: RUF005
@@ -264,21 +285,29 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             q_tiles, masked_tiles = take(work, slot)
             slot += 1
             for _ in range(masked_tiles):
-                acc = _step(acc, step, kv_index, exchange, outputs, shared, True, GROUP, CFG)
+                acc = _step(acc, step, kv_index, exchange, outputs, here, True, GROUP, CFG)
                 step += 1
             # a loop of its own: what masks spill would be reloaded here
             for _ in range(masked_tiles, q_tiles):
-                acc = _step(acc, step, kv_index, exchange, outputs, shared, False, GROUP, CFG)
+                acc = _step(acc, step, kv_index, exchange, outputs, here, False, GROUP, CFG)
                 step += 1
         mbarrier.arrive(exchange.done, count=1)
         mbarrier.wait(exchange.done, work_tiles & 1)
+        # found here, and not before: registers are scarce in the loops
         batch = batch_head // kv_heads
         head = batch_head % kv_heads
+        if shared.packing is not None:
+            kv_span = token_span(shared.packing.cu_seqlens.kv, batch, 0)
+            place = tile_place(
+                shared.packing.cu_seqlens.kv, batch, head, kv_span.first, kv_span.length
+            )
+        else:
+            place = tile_place(None, batch, head, 0, shared.lengths.kv)
         if GROUP == 0:
             scale = outputs.score.scale
-            _store_gradient(outputs.dk_desc, acc, scale, k_smem, batch, head, kv_tile * ROWS, width)
+            _store_gradient(outputs.dk_desc, acc, scale, k_smem, place, kv_tile * ROWS, width)
         else:
-            _store_gradient(outputs.dv_desc, acc, 1.0, v_smem, batch, head, kv_tile * ROWS, width)
+            _store_gradient(outputs.dv_desc, acc, 1.0, v_smem, place, kv_tile * ROWS, width)
         mbarrier.arrive(kv_empty, count=1)
         work_tiles += 1
         batch_head, kv_tile = take(work, slot)
@@ -288,7 +317,7 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_batch_heads",
-        "raster_group", "visit_heads", "q_heads", "group_size",
+        "raster_group", "visit_heads", "q_heads", "group_size", "head_rows",
     ]
 )  # fmt: skip
 def _attn_bwd_wide_sm90_kernel(
@@ -314,10 +343,15 @@ def _attn_bwd_wide_sm90_kernel(
     visit_heads,
     q_heads,
     group_size,
+    cu_seqlens,
+    head_rows,
     score,
     CFG: gl.constexpr,
 ):
-    """Set up rings and roles; arguments are those of `_attn_bwd_sm90_kernel`, but for the sums."""
+    """Set up rings and roles; arguments are those of `_attn_bwd_sm90_kernel`, but for the sums.
+
+    `cu_seqlens` is None, or the offsets of packed sequences; `head_rows` as in `Packing`.
+    """
     consumers: gl.constexpr = CFG.CONSUMERS
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
@@ -340,10 +374,13 @@ def _attn_bwd_wide_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band)
+    packing = None
+    if cu_seqlens is not None:
+        packing = Packing(cu_seqlens, head_rows, 0)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, packing)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
-        num_batch_heads, raster_group,
+        num_batch_heads, raster_group, 1,
     )  # fmt: skip
     outputs = Outputs(dk_desc, dv_desc, score, Sums(sums_ptr, work_ptrs.semaphore))
     # the first role runs in the warps of the launch, the others in warps of their own

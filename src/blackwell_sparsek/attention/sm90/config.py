@@ -304,6 +304,11 @@ def tile_width(head_dim: int) -> int:
     return next(width for width in TILE_WIDTHS if head_dim <= width)
 
 
+def score_width(head_dim: int, tile: int) -> int:
+    """Columns of a tile that scores sum over: without the last 32 of 128 if they are zeros."""
+    return 96 if tile == 128 and head_dim <= 96 else tile
+
+
 def slice_width(tile: int) -> int:
     """The widest slice that a tile consists of; shared memory and registers have powers of two."""
     return 64 if tile % 128 else 128
@@ -325,8 +330,9 @@ def stages_that_fit(
 
 # Step descriptions kept in shared memory: a producer is never this far ahead of the writer.
 INFO_DEPTH = 8
-# Queries are padded to a multiple of this, the tallest tile.
-QUERY_PADDING = 128
+# Queries, and keys whose gradients are summed in memory, are padded to a multiple of this, the
+# tallest tile.
+ROW_PADDING = 128
 # With ordered accumulation and at most this many KV tiles for each program, each KV tile begins at
 # its own first query; with more, all begin at the last: 32k tokens 8.53 and 9.27 ms, 64k 20.6 and
 # 18.6.
@@ -343,22 +349,28 @@ class AttnBwdSm90Config:
     warp group leaves out dq (`backward_split`). BLOCK_Q neighbouring queries are visited together
     and share a semaphore: the query block of the mask, or without a mask TILE_M (128 if ORDERED).
     Blocks smaller than a tile are packed into one. BLOCK_KV is the key block of the mask, 0 when
-    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros.
-    STAGES tiles of queries and DS_STAGES tiles of score gradients are in flight. ORDERED
-    accumulates dq in the same order in every run. The kernel is compiled for MAX_REGISTERS per
-    thread; the roles then redistribute them.
+    dense. TILE_D and TILE_DV are the head dims in shared memory, beyond which TMA fills zeros;
+    scores and their gradients sum over SCORE_D and SCORE_DV columns of these. STAGES tiles of
+    queries and DS_STAGES tiles of score gradients are in flight. ORDERED accumulates dq in the same
+    order in every run. The kernel is compiled for MAX_REGISTERS per thread; the roles then
+    redistribute them.
 
     DK_REGISTERS reads ds for dk from registers. SPLIT_RING gives queries and output gradients
     separate barriers, because the latter are free first; DOUT_STAGES of these are in flight.
 
     SHARED_KEYS, for wide heads: both warp groups work on the same 64 keys, one on dk, the other on
     dv (`backward_wide`). Tiles then lie in shared memory as slices of columns.
+
+    SPLIT_HEADS: several work tiles share the query heads of a KV head, and dk and dv are added up
+    in memory, in fp32, as dq is. If ORDERED, each work tile stores sums of its own instead.
     """
 
     CONSUMERS: int
     TILE_M: int
     TILE_D: int
     TILE_DV: int
+    SCORE_D: int
+    SCORE_DV: int
     STAGES: int
     DOUT_STAGES: int
     DS_STAGES: int
@@ -371,6 +383,7 @@ class AttnBwdSm90Config:
     DK_REGISTERS: bool
     SPLIT_RING: bool
     SHARED_KEYS: bool = False
+    SPLIT_HEADS: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
@@ -380,6 +393,10 @@ class AttnBwdSm90Config:
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
         assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
         assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
+        for score, tile in ((self.SCORE_D, self.TILE_D), (self.SCORE_DV, self.TILE_DV)):
+            assert score == tile or (score == 96 and tile == 128 and not wide), f"{self=}"
+        whole = wide or self.BLOCK_KV or self.CONSUMERS == 1
+        assert not (self.SPLIT_HEADS and whole), f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
 
     @property
@@ -411,6 +428,11 @@ class AttnBwdSm90Config:
     def dv_slices(self) -> int:
         """Slices of values and output gradients."""
         return self.TILE_DV // self.slice_dv
+
+    @property
+    def dp_products(self) -> int:
+        """Products that make dp: one for each slice, or one of 64 and one of 32 columns."""
+        return self.dv_slices if self.SCORE_DV == self.TILE_DV else 2
 
     @property
     def visits_per_head(self) -> int:
@@ -462,8 +484,8 @@ class AttnBwdSm90Config:
         """Shape of a copy of lse or delta, one number for each query."""
         return (1, self.part_rows)
 
-    def dq_block(self) -> tuple[int, int, int]:
-        """Shape of what a warp group adds to the gradients of queries."""
+    def sums_block(self) -> tuple[int, int, int]:
+        """Shape of what a warp group adds at a time to sums of gradients in memory."""
         return (1, SUM_ROWS, SUM_COLUMNS)
 
     def accumulator_layout(self, columns: int) -> object:
@@ -471,22 +493,35 @@ class AttnBwdSm90Config:
         return accumulator_layout(columns)
 
 
+@lru_cache(maxsize=256)
 def make_backward_config(
-    tile_d: int, tile_dv: int, block_size: tuple[int, int] | None = None, ordered: bool = False
+    tile_d: int,
+    tile_dv: int,
+    block_size: tuple[int, int] | None = None,
+    ordered: bool = False,
+    split_heads: bool = False,
+    head_dims: tuple[int, int] | None = None,
 ) -> AttnBwdSm90Config:
-    """The configuration for these head dims; `block_size` is the mask's, None when dense."""
+    """The configuration for these tiles; `block_size` is the mask's, None when dense.
+
+    Wide heads and masks are never split. `head_dims` are those of the tensors; by default scores
+    sum over whole tiles.
+    """
     if max(tile_d, tile_dv) > 128:
         return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)
     tile_m = 64 if tile_d == 128 else 128
     # an ordered addition takes as long as a step of 64 queries, so two steps share one
-    block_q, block_kv = block_size or (QUERY_PADDING if ordered else tile_m, 0)
+    block_q, block_kv = block_size or (ROW_PADDING if ordered else tile_m, 0)
     # under a mask, a producer with 24 registers spills
     producer = 24 if block_size is None else 40
+    head_dim, head_dim_v = head_dims or (tile_d, tile_dv)
     return AttnBwdSm90Config(
         CONSUMERS=2,
         TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SCORE_D=score_width(head_dim, tile_d),
+        SCORE_DV=score_width(head_dim_v, tile_dv),
         STAGES=2,
         DOUT_STAGES=2,
         # warp groups own different keys, so one may be up to a step ahead of the other
@@ -502,6 +537,7 @@ def make_backward_config(
         DK_REGISTERS=block_size is None,
         # D = 64: 583 against 572 TFLOP/s; D = 128: 595 against 625
         SPLIT_RING=block_size is None and tile_d == 64,
+        SPLIT_HEADS=split_heads,
     )
 
 
@@ -509,7 +545,7 @@ def _make_wide_backward_config(
     tile_d: int, tile_dv: int, block_size: tuple[int, int] | None, ordered: bool
 ) -> AttnBwdSm90Config:
     """The configuration for heads whose gradients do not fit in one warp group's registers."""
-    block_q, block_kv = block_size or (QUERY_PADDING, 0)
+    block_q, block_kv = block_size or (ROW_PADDING, 0)
     tile_m = 2 * GROUP_ROWS
     # beside keys, values, and p and ds of both warp groups
     room = SMEM_BYTES // 2 - GROUP_ROWS * (tile_d + tile_dv) - 2 * GROUP_ROWS * tile_m
@@ -521,6 +557,8 @@ def _make_wide_backward_config(
         TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SCORE_D=tile_d,
+        SCORE_DV=tile_dv,
         STAGES=stages,
         DOUT_STAGES=dout_stages,
         DS_STAGES=1,
@@ -617,6 +655,8 @@ def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> 
         TILE_M=64,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
+        SCORE_D=tile_d,
+        SCORE_DV=tile_dv,
         STAGES=2,
         DOUT_STAGES=2,
         DS_STAGES=0,

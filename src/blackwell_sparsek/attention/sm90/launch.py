@@ -20,12 +20,14 @@ from ...masks.band import EVERYTHING
 from ...masks.derived_lists import derived_list
 from ...masks.order import longest_columns_first, longest_first
 from ..operands import gradient_factors, kernel_operands, transposed_mask
-from ..triton.delta import launch_sink_gradients
+from ..triton.delta import launch_attn_delta, launch_sink_gradients
 from .backward import _attn_bwd_sm90_kernel
 from .backward_preprocess import (
     ROW_TILE,
+    KeySums,
     launch_attn_bwd_postprocess,
     launch_attn_bwd_preprocess,
+    launch_attn_bwd_round_keys,
 )
 from .backward_shared import WorkPointers
 from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
@@ -44,7 +46,9 @@ from .schedule import (
     backward_schedule,
     forward_schedule,
     forward_work_tiles,
-    padded_queries,
+    packed_backward_schedule,
+    packed_rows,
+    padded_rows,
 )
 from .tuning import (
     attn_bwd_dkdv_config,
@@ -52,6 +56,7 @@ from .tuning import (
     attn_bwd_dq_config,
     attn_bwd_sm90_config,
     attn_bwd_sm90_front,
+    attn_bwd_sm90_head_splits,
     attn_bwd_sm90_is_split,
     attn_bwd_sm90_raster_group,
     attn_fwd_sm90_config,
@@ -117,11 +122,11 @@ def launch_attn_fwd_sm90(
             parts = scratch(schedule.parts_shape(config), torch.float32, q.device)
     with on_device_of(q):
         args = (
-            _forward_descriptor(out, config.out_block()),
+            _descriptor(out, config.out_block()),
             lse,
-            _forward_descriptor(q, config.q_block()),
-            _forward_descriptor(k, config.k_block()),
-            _forward_descriptor(v, config.v_block()),
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
             operands.sinks,
             operands.cu_seqlens,
             Workspace(self_resetting_counters(schedule.counters, q.device), order, parts),
@@ -143,7 +148,7 @@ def launch_attn_fwd_sm90(
         launch(_attn_fwd_sm90_kernel, schedule.programs, args, **options)
 
 
-def _forward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
     if x.dim() == 3:
         return packed_descriptor(x, block)
     return tensor_descriptor(x, block, tma_strides(x))
@@ -180,12 +185,20 @@ def backward(call: BackwardCall) -> None:
     if split:
         delta = _backward_split(call)
     else:
-        config, raster_group = attn_bwd_sm90_config(problem), attn_bwd_sm90_raster_group(problem)
+        head_splits = attn_bwd_sm90_head_splits(problem, given.spec.band)
+        config = attn_bwd_sm90_config(problem, head_splits)
+        raster_group = attn_bwd_sm90_raster_group(problem, head_splits)
         order = _order_of_dq(call, config, raster_group)
-        delta = launch_attn_bwd_sm90(call, *order, raster_group, config)
+        delta = launch_attn_bwd_sm90(call, *order, raster_group, config, head_splits)
     if dsinks is not None and given.spec.sinks is not None:
-        delta = delta[..., : call.lse.shape[-1]].contiguous()
-        launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, None)
+        offsets = given.spec.cu_seqlens_q
+        if offsets is None:
+            delta = delta[..., : call.lse.shape[-1]].contiguous()
+        else:
+            # that of packed sequences has gaps between them
+            delta = scratch(call.lse.shape, torch.float32, dout.device)
+            launch_attn_delta(delta, dout, call.out, call.dlse, call.lse)
+        launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, offsets)
 
 
 def _order_of_dq(call: BackwardCall, config: AttnBwdSm90Config, raster_group: int) -> DqOrder:
@@ -230,13 +243,15 @@ def launch_attn_bwd_sm90(
     visits: torch.Tensor | None,
     raster_group: int,
     config: AttnBwdSm90Config,
+    head_splits: int = 1,
 ) -> torch.Tensor:
-    """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq].
+    """Fill dq, dk and dv; returns delta, fp32 [B, Hq, padded Sq], packed [1, Hq, rows].
 
     Parameters
     ----------
-    call : dense, at least one query and key; dout, q, k and v as TMA takes them, lse contiguous.
-        All of dq, dk and dv is written. Without dq only the sums are formed
+    call : at least one query and key; dout, q, k and v as TMA takes them, lse contiguous. All of
+        dq, dk and dv is written, packed the tokens of sequences. Without dq only the sums are
+        formed. Packed: `config.SHARED_KEYS`, no mask, not `config.ORDERED`
     order : int32 [B * Hkv * tiles], tiles of keys in the order to take them, or None, which
         takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
         `dq_order.program_tiles` makes it
@@ -245,31 +260,48 @@ def launch_attn_bwd_sm90(
     visits : int32 [nnz or more, 1 or heads of a group], first the query blocks of the transposed
         lists in the order that ranks are for, as `dq_order_kernel.plan_visits` makes them, or None,
         which leaves them as they are
-    raster_group : how many (batch, KV head) run together, their queries in L2
+    raster_group : how many (batch, KV head) run together, their queries in L2; with `head_splits`,
+        how many shares of them
     config : tiles
+    head_splits : work tiles that share the query heads of a KV tile, with `config.SPLIT_HEADS`
     """
+    assert (head_splits > 1) == config.SPLIT_HEADS, f"{config=}, {head_splits=}"
     given, spec = call.forward, call.forward.spec
     q, k, v, dout, lse = given.q, given.k, given.v, call.dout, call.lse
     dq, dk, dv, _ = call.gradients
     assert dk is not None and dv is not None
     operands, mask = kernel_operands(given), transposed_mask(spec.block_mask)
     q_len, kv_len = operands.lengths
-    batch_heads = operands.batch * operands.heads.q
-    padded = padded_queries(q_len)
+    packed, batch = spec.is_varlen, operands.batch
+    # heads of all sequences lie behind each other in workspaces, packed or not
+    batch_heads = operands.heads.q if packed else batch * operands.heads.q
+    padded = packed_rows(q.shape[0], batch) if packed else padded_rows(q_len)
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, q.device) for _ in range(2))
     sums = scratch((batch_heads, padded, config.TILE_D), torch.float32, q.device)
     semaphores = None
     if config.ORDERED:
         semaphores = scratch((batch_heads, padded // ROW_TILE, 2), torch.int32, q.device)
+    group_size = operands.heads.group_size // head_splits
+    kv_batch_heads = batch * (operands.heads.q // group_size)
+    key_sums = None
+    if config.SPLIT_HEADS:
+        heads = kv_batch_heads if config.ORDERED else kv_batch_heads // head_splits
+        shape = (heads, padded_rows(kv_len))
+        widths = (config.TILE_D, config.TILE_DV)
+        key_sums = KeySums(*(scratch((*shape, x), torch.float32, q.device) for x in widths))
     with on_device_of(q):
         launch_attn_bwd_preprocess(
-            lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse
+            *(lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse),
+            # ordered, they are stored and not added to
+            None if config.ORDERED else key_sums,
+            spec.cu_seqlens_q,
         )
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
-        kv_batch_heads = batch_heads // operands.heads.group_size
         sms, planned = arch_of(q.device).num_sms, visits is not None
         schedule = backward_schedule(config, sms, kv_batch_heads, kv_len)
+        if packed:
+            schedule = packed_backward_schedule(config, sms, batch, k.shape[1], k.shape[0])
         if planned:
             schedule = BackwardSchedule(sms, counted=False)
         counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
@@ -278,16 +310,20 @@ def launch_attn_bwd_sm90(
         if config.SHARED_KEYS:
             kernel = _attn_bwd_wide_sm90_kernel
         else:
-            view = sums.view(batch_heads, -1, SUM_COLUMNS)
-            sums_arg = tensor_descriptor(view, config.dq_block())
+            sums_arg = _sums_descriptor(sums, config)
+        packing = (operands.cu_seqlens if packed else None, padded if packed else 0)
+        if key_sums is None:
+            blocks = (config.k_block(), config.v_block())
+            gradients = tuple(map(_descriptor, (dk, dv), blocks))
+        else:
+            gradients = tuple(_sums_descriptor(x, config) for x in key_sums)
         args = (
             sums_arg,
-            _backward_descriptor(dk, config.k_block()),
-            _backward_descriptor(dv, config.v_block()),
-            _backward_descriptor(dout, config.dout_block()),
-            _backward_descriptor(q, config.q_block()),
-            _backward_descriptor(k, config.k_block()),
-            _backward_descriptor(v, config.v_block()),
+            *gradients,
+            _descriptor(dout, config.dout_block()),
+            _descriptor(q, config.q_block()),
+            _descriptor(k, config.k_block()),
+            _descriptor(v, config.v_block()),
             *rows,
             WorkPointers(counter, order, semaphores, ranks, visits),
             mask.lists,
@@ -298,7 +334,9 @@ def launch_attn_bwd_sm90(
             kv_batch_heads,
             raster_group,
             1 if visits is None else visits.shape[1],
-            *operands.heads,
+            operands.heads.q,
+            group_size,
+            *(packing if config.SHARED_KEYS else (head_splits,)),
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
@@ -309,12 +347,16 @@ def launch_attn_bwd_sm90(
         launch(kernel, schedule.programs, args, **options)
         if dq is not None:
             block_q = max(config.BLOCK_Q, ROW_TILE)
-            launch_attn_bwd_postprocess(dq, sums, semaphores, block_q, float(spec.scale))
-    return delta.view(operands.batch, operands.heads.q, padded)
+            launch_attn_bwd_postprocess(
+                dq, sums, semaphores, block_q, float(spec.scale), spec.cu_seqlens_q
+            )
+        if key_sums is not None:
+            launch_attn_bwd_round_keys(dk, dv, key_sums, float(spec.scale))
+    return delta.view(-1, operands.heads.q, padded)
 
 
-def _backward_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
-    return tensor_descriptor(x, block, tma_strides(x))
+def _sums_descriptor(sums: torch.Tensor, config: AttnBwdSm90Config) -> Any:
+    return tensor_descriptor(sums.view(sums.shape[0], -1, SUM_COLUMNS), config.sums_block())
 
 
 # Launching the split backward: preprocess, then a kernel for dk and dv and one for dq.
@@ -334,7 +376,7 @@ def launch_attn_bwd_terms(call: BackwardCall) -> RowTerms:
     """What both kernels read about each query."""
     lse = call.lse
     batch_heads = lse.shape[0] * lse.shape[1]
-    padded = padded_queries(lse.shape[2])
+    padded = padded_rows(lse.shape[2])
     lse_log2, delta = (scratch((batch_heads, padded), torch.float32, lse.device) for _ in range(2))
     with on_device_of(lse):
         launch_attn_bwd_preprocess(lse_log2, delta, None, None, call.out, call.dout, lse, call.dlse)
@@ -363,8 +405,8 @@ def launch_attn_bwd_dkdv_sm90(
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _backward_descriptor(dk, config.k_block()),
-            _backward_descriptor(dv, config.v_block()),
+            _descriptor(dk, config.k_block()),
+            _descriptor(dv, config.v_block()),
             *_inputs(call, config),
             *rows,
             scratch((1,), torch.int32, q.device, zero=work_tiles > programs),
@@ -393,7 +435,7 @@ def launch_attn_bwd_dq_sm90(
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _backward_descriptor(dq, config.q_block()),
+            _descriptor(dq, config.q_block()),
             *_inputs(call, config),
             *terms,
             self_resetting_counters(1, q.device),
@@ -419,4 +461,4 @@ def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config)
     """Descriptors of what both kernels read."""
     tensors = (call.dout, call.forward.q, call.forward.k, call.forward.v)
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())
-    return tuple(map(_backward_descriptor, tensors, blocks))
+    return tuple(map(_descriptor, tensors, blocks))

@@ -14,9 +14,9 @@ from ...launch.recording import Launch
 from ...launch.replay import keep
 from ...launch.resize import MapSource, ResizableLaunch
 from ...launch.workspace import counters_of_stream, zeroed_counters
-from ...masks.band import EVERYTHING
+from ...masks.band import EVERYTHING, Band
 from ..operands import token_strides
-from .backward_preprocess import ROW_TILE
+from .backward_preprocess import ROW_TILE, ZEROED
 from .config import SUM_COLUMNS, AttnBwdSm90Config, AttnFwdSm90Config
 from .schedule import (
     BackwardSchedule,
@@ -24,10 +24,12 @@ from .schedule import (
     backward_schedule,
     forward_schedule,
     forward_work_tiles,
-    padded_queries,
+    padded_rows,
 )
 from .tuning import (
     Tiling,
+    attn_bwd_sm90_config,
+    attn_bwd_sm90_head_splits,
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_raster_group,
     attn_fwd_sm90_lengths_unsupported,
@@ -167,41 +169,73 @@ _BACKWARD = ("work_ptrs.counter", "q_len", "kv_len", "num_batch_heads", "raster_
 _POSTPROCESS = (
     "dq_ptr", "sums_ptr", "q_len", "padded", *(f"dq_strides.{part}" for part in Strides._fields),
 )  # fmt: skip
+# Where work tiles share query heads, also these, and another kernel.
+_ZEROED_KEYS = ("k_sums_ptr", "v_sums_ptr", "k_chunks", "v_chunks")
+_SHARED_HEADS = ("group_size", "head_splits")
+_ROUND_KEYS = (
+    "dk_ptr", "dv_ptr", "k_sums_ptr", "v_sums_ptr", "kv_len", "padded", "splits",
+    *(f"{x}_strides.{part}" for x in ("dk", "dv") for part in Strides._fields),
+)  # fmt: skip
+
+
+class _BackwardKernels:
+    """The launches of gradients with one configuration: preprocess, backward, postprocess.
+
+    Where work tiles share query heads, a fourth rounds dk and dv.
+    """
+
+    def __init__(self, launches: Sequence[Launch]):
+        preprocess, backward, postprocess, *round_keys = launches
+        self.config: AttnBwdSm90Config = backward.args[-1]
+        ordered, split = self.config.ORDERED, self.config.SPLIT_HEADS
+        # unordered, the preprocess zeroes the sums; ordered, the semaphores
+        zeroed = ["semaphores_ptr" if ordered else "sums_ptr"]
+        zeroed += _ZEROED_KEYS if split and not ordered else ()
+        semaphore = ["work_ptrs.semaphore"] if ordered else []
+        shares = _SHARED_HEADS if split else ()
+        # wide heads add dq by address, the others by tensor map
+        sums = ["sums_ptr"] if self.config.SHARED_KEYS else []
+        self.preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, *zeroed))
+        self.backward = ResizableLaunch(backward, (*_BACKWARD, *semaphore, *shares, *sums))
+        semaphore = ["semaphores_ptr"] if ordered else []
+        self.postprocess = ResizableLaunch(postprocess, (*_POSTPROCESS, *semaphore))
+        self.round_keys = [ResizableLaunch(x, _ROUND_KEYS) for x in round_keys]
 
 
 class _BackwardPlan(NamedTuple):
     """How gradients of one tiling are launched."""
 
+    kernels: _BackwardKernels
     schedule: BackwardSchedule
     raster_group: int
+    head_splits: int
 
 
 class BackwardLaunches:
-    """The three launches of dense gradients without a mask, for calls that differ in lengths.
+    """The launches of dense gradients without a mask, for calls that differ only in lengths.
 
     Parameters
     ----------
-    problem : of one of these calls
+    problem, band : of one of these calls
     device : of all of them
-    launches : what it launched: preprocess, backward, postprocess
     """
 
-    def __init__(self, problem: AttnProblem, device: torch.device, launches: Sequence[Launch]):
+    def __init__(self, problem: AttnProblem, band: Band, device: torch.device):
         self._problem = problem
+        self._band = band
         self._device = device
-        preprocess, backward, postprocess = launches
-        self._config: AttnBwdSm90Config = backward.args[-1]
+        self._kernels: dict[AttnBwdSm90Config, _BackwardKernels] = {}
         self._plans: dict[Tiling, _BackwardPlan] = {}
-        # unordered, the preprocess zeroes the sums; ordered, the semaphores
-        zeroed = "semaphores_ptr" if self._config.ORDERED else "sums_ptr"
-        ordered = self._config.ORDERED
-        self._preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, zeroed))
-        self._backward = ResizableLaunch(
-            backward, (*_BACKWARD, *(("work_ptrs.semaphore",) if ordered else ()))
-        )
-        self._postprocess = ResizableLaunch(
-            postprocess, (*_POSTPROCESS, *(("semaphores_ptr",) if ordered else ()))
-        )
+
+    def knows(self, problem: AttnProblem) -> bool:
+        """Whether `learn` had launches with the configuration of such a call."""
+        head_splits = attn_bwd_sm90_head_splits(problem, self._band)
+        return attn_bwd_sm90_config(problem, head_splits) in self._kernels
+
+    def learn(self, launches: Sequence[Launch]) -> None:
+        """Add what a call launched: preprocess, backward, postprocess, and rounding if any."""
+        kernels = _BackwardKernels(launches)
+        self._kernels[kernels.config] = kernels
 
     def run(
         self,
@@ -221,20 +255,26 @@ class BackwardLaunches:
         plan = self._plan(batch, q_len, kv_len)
         if plan is None:
             return None
-        schedule, raster_group = plan
-        config, ordered = self._config, self._config.ORDERED
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        dq, dk, dv = gradients
+        kernels, schedule, raster_group, head_splits = plan
+        config = kernels.config
+        ordered, split = config.ORDERED, config.SPLIT_HEADS
+        dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
         stream, capturing = raw_stream(self._device.index), torch.cuda.is_current_stream_capturing()
 
-        padded = padded_queries(q_len)
+        padded, padded_keys = padded_rows(q_len), padded_rows(kv_len)
         rows = batch * heads * padded
         row_bytes, sums_bytes = 4 * rows, 4 * rows * config.TILE_D
+        # sums of dk and dv: those of all work tiles, or one for each share of the query heads
+        copies = (head_splits if ordered else 1) if split else 0
+        key_rows = kv_batch_heads * copies * padded_keys
         # One allocation: 16 divides all addresses, since 128 divides `padded`. There are two
         # semaphores of 4 bytes for 64 rows.
-        sizes = (row_bytes, row_bytes, sums_bytes, rows // 8, 4)
+        sizes = (
+            *(row_bytes, row_bytes, sums_bytes, rows // 8),
+            *(4 * key_rows * config.TILE_D, 4 * key_rows * config.TILE_DV, 4),
+        )
         memory = empty_on_gpu((sum(sizes),), (1,), torch.uint8)
-        lse_log2, delta, sums, semaphores, counter = accumulate(
+        lse_log2, delta, sums, semaphores, k_sums, v_sums, counter = accumulate(
             sizes[:-1], initial=memory.data_ptr()
         )
         owner = memory
@@ -243,30 +283,42 @@ class BackwardLaunches:
 
         row_tiles = rows // ROW_TILE
         strides = (*token_strides(out), *token_strides(dout))
-        self._preprocess.run(
-            row_tiles,
-            stream,
-            [
-                *(lse_log2, delta, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), q_len, padded),
-                *(*strides, semaphores if ordered else sums),
-            ],
-            (),
-        )
-        values = [counter, q_len, kv_len, kv_batch_heads, raster_group]
-        order = [semaphores] if ordered else []
-        columns = padded * config.TILE_D // SUM_COLUMNS
-        tensors = [
-            MapSource(
-                sums,
-                (batch * heads, columns, SUM_COLUMNS),
-                (padded * config.TILE_D, SUM_COLUMNS, 1),
-            ),
-            *(_source(x) for x in (dk, dv, dout, q, k, v)),
-            *(MapSource(at, (batch * heads, padded), (padded, 1)) for at in (lse_log2, delta)),
+        values = [
+            *(lse_log2, delta, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), q_len, padded),
+            *(*strides, semaphores if ordered else sums),
         ]
-        self._backward.run(schedule.programs, stream, values + order, tensors)
+        if split and not ordered:
+            chunks = (key_rows * width // ZEROED for width in (config.TILE_D, config.TILE_DV))
+            values += (k_sums, v_sums, *chunks)
+        kernels.preprocess.run(row_tiles, stream, values, ())
+        order = [semaphores] if ordered else []
+        values = [counter, q_len, kv_len, kv_batch_heads * head_splits, raster_group, *order]
+        tensors = []
+        if config.SHARED_KEYS:
+            values.append(sums)
+        else:
+            tensors.append(_sums_source(sums, batch * heads, padded, config.TILE_D))
+        if split:
+            values += (heads // k.shape[1] // head_splits, head_splits)
+            tensors.append(
+                _sums_source(k_sums, kv_batch_heads * copies, padded_keys, config.TILE_D)
+            )
+            tensors.append(
+                _sums_source(v_sums, kv_batch_heads * copies, padded_keys, config.TILE_DV)
+            )
+        else:
+            tensors += (_source(dk), _source(dv))
+        tensors += (
+            *(_source(x) for x in (dout, q, k, v)),
+            *(MapSource(at, (batch * heads, padded), (padded, 1)) for at in (lse_log2, delta)),
+        )
+        kernels.backward.run(schedule.programs, stream, values, tensors)
         values = [dq.data_ptr(), sums, q_len, padded, *token_strides(dq), *order]
-        self._postprocess.run(row_tiles, stream, values, ())
+        kernels.postprocess.run(row_tiles, stream, values, ())
+        for launch in kernels.round_keys:
+            values = [dk.data_ptr(), dv.data_ptr(), k_sums, v_sums, kv_len, padded_keys, copies]
+            values += (*token_strides(dk), *token_strides(dv))
+            launch.run(kv_batch_heads * padded_keys // ROW_TILE, stream, values, ())
         # until here nobody else may have the memory
         del memory, owner
         return dq, dk, dv
@@ -279,11 +331,29 @@ class BackwardLaunches:
         problem = self._problem.with_lengths(batch, q_len, kv_len, None)
         if attn_fwd_sm90_lengths_unsupported(problem) or attn_bwd_sm90_passed_over(problem):
             return None
-        sms, heads = problem.arch.num_sms, batch * problem.heads_kv
-        schedule = backward_schedule(self._config, sms, heads, kv_len)
-        plan = _BackwardPlan(schedule, attn_bwd_sm90_raster_group(problem))
+        head_splits = attn_bwd_sm90_head_splits(problem, self._band)
+        kernels = self._kernels.get(attn_bwd_sm90_config(problem, head_splits))
+        if kernels is None:
+            return None
+        sms, heads = problem.arch.num_sms, batch * problem.heads_kv * head_splits
+        schedule = backward_schedule(kernels.config, sms, heads, kv_len)
+        raster_group = attn_bwd_sm90_raster_group(problem, head_splits)
+        plan = _BackwardPlan(kernels, schedule, raster_group, head_splits)
         keep(self._plans, tiling, plan, MAX_PLANS)
         return plan
+
+
+def _sums_source(address: int, heads: int, rows: int, width: int) -> MapSource:
+    """Sums of gradients of `heads` heads, as `launch._sums_descriptor` describes them."""
+    size = rows * width
+    return MapSource(address, (heads, size // SUM_COLUMNS, SUM_COLUMNS), (size, SUM_COLUMNS, 1))
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    """`torch.empty_like` without its dispatch, where memory has no gaps."""
+    if x.is_contiguous():
+        return empty_on_gpu(tuple(x.shape), x.stride(), x.dtype)
+    return torch.empty_like(x)
 
 
 def _source(x: torch.Tensor) -> MapSource:

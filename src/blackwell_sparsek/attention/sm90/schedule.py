@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
-from .config import QUERY_PADDING, AttnBwdSm90Config, AttnFwdSm90Config
+from .config import ROW_PADDING, AttnBwdSm90Config, AttnFwdSm90Config
 
 # Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
 # out as programs get free would save nothing.
@@ -66,13 +66,26 @@ class BackwardSchedule(NamedTuple):
 def backward_schedule(
     config: AttnBwdSm90Config, sms: int, kv_batch_heads: int, kv_len: int
 ) -> BackwardSchedule:
-    """Share the KV tiles among the programs."""
+    """Share the KV tiles among the programs; each share of a head counts as a (batch, KV head)."""
     work_tiles = kv_batch_heads * cdiv(kv_len, config.tile_n)
     programs = min(sms, work_tiles)
     # ordered, work tiles come from the counter whatever their number
     return BackwardSchedule(programs, work_tiles > programs or config.ORDERED)
 
 
-def padded_queries(q_len: int) -> int:
-    """Rows of the memory for lse, delta and sums of a head."""
-    return cdiv(q_len, QUERY_PADDING) * QUERY_PADDING
+def packed_backward_schedule(
+    config: AttnBwdSm90Config, sms: int, sequences: int, kv_heads: int, tokens: int
+) -> BackwardSchedule:
+    """The same for packed sequences with `tokens` keys: programs count the KV tiles themselves."""
+    work_tiles = kv_heads * (tokens // config.tile_n + sequences)
+    return BackwardSchedule(min(sms, work_tiles), counted=True)
+
+
+def packed_rows(tokens: int, sequences: int) -> int:
+    """Rows of the same memory for packed sequences, each of which begins at whole tiles."""
+    return (tokens // ROW_PADDING + sequences) * ROW_PADDING
+
+
+def padded_rows(tokens: int) -> int:
+    """Rows of the memory for lse, delta and sums of a head with so many queries, or keys."""
+    return cdiv(tokens, ROW_PADDING) * ROW_PADDING

@@ -11,6 +11,7 @@ import torch
 from ...calls.attention import AttnProblem
 from ...calls.fp8 import Fp8AttnProblem
 from ...core.compat import why_no_gluon
+from ...dispatch.dispatcher import not_run_yet
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
@@ -261,21 +262,42 @@ LONG_GROUP = 8
 # How many times more bytes a raster group takes if dq is accumulated in order, and if the order is
 # planned as well.
 ORDERED, PLANNED = 3, 2
+# What a work tile takes beside its products, in steps of 64 queries at D128 (2.1 us): 5 us, and
+# more where dk and dv go through 16 KB of shared memory to fp32 sums. Rounding takes a launch.
+WORK_TILE_STEPS, SHARED_TILE_STEPS, ROUNDING_STEPS = 2.4, 4.0, 3.0
+# Share of the time without a split at which one begins. The estimate is within a tenth of the
+# simulated schedule except where raster groups are small, which it does not see.
+WORTH_SPLITTING = 0.9
 
 
 def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
-    if problem.varlen:
-        return "packed sequences are not written yet"
+    if problem.varlen and (reason := _packed_gradients_unsupported(problem)) is not None:
+        return reason
     if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
         return f"needs key blocks of 64, 128 or 256, got {problem.mask_block[1]}"
     return None
 
 
+def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
+    """Why the Hopper backward cannot run these packed sequences, or None."""
+    if max(problem.head_dim, problem.head_dim_v) <= 128:
+        return "packed sequences with head dimensions up to 128 are not written yet"
+    if problem.mask_block is not None:
+        return "packed sequences with a mask are not written yet"
+    if problem.deterministic:
+        return "deterministic gradients of packed sequences are not written yet"
+    if problem.tokens is not None and problem.tokens[0] == 0:
+        return "TMA cannot describe zero queries"
+    return None
+
+
 def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
+    if problem.varlen:
+        return not_run_yet(problem)
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None
@@ -294,21 +316,72 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     return problem.mask_block is not None and problem.mask_block[1] == 64 and not wide
 
 
-@lru_cache(maxsize=1024)
-def attn_bwd_sm90_config(problem: AttnProblem) -> AttnBwdSm90Config:
+def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdSm90Config:
     """Tiles of a problem that `attn_bwd_sm90_unsupported` accepts."""
     # with wide values, there are no registers for the tall tiles of narrow keys
     widest = max(problem.head_dim, problem.head_dim_v)
     tile_d = 128 if 64 < widest <= 128 else tile_width(problem.head_dim)
     tile_dv = tile_width(problem.head_dim_v)
-    return make_backward_config(tile_d, tile_dv, problem.mask_block, problem.deterministic)
+    masked, ordered = problem.mask_block, problem.deterministic
+    # sums over 96 of 128 columns have not run on a GPU yet
+    dims = None if not_run_yet(problem) else (problem.head_dim, problem.head_dim_v)
+    return make_backward_config(tile_d, tile_dv, masked, ordered, head_splits > 1, dims)
 
 
-def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
+def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
+    """Work tiles that share the query heads of a KV tile; 1 if one has them all.
+
+    Kernels that share heads have not run on a GPU yet.
+    """
+    return 1 if not_run_yet(problem) else modelled_head_splits(problem, band)
+
+
+def modelled_head_splits(problem: AttnProblem, band: Band) -> int:
+    """The number of shares with the least time by count of tiles.
+
+    A work tile with all query heads of a KV head is long, and with few KV heads and short sequences
+    they are too few for all SMs: 28 heads on 4, causal, in steps of 64 queries, with a whole group
+    and with a work tile for each head: 2k tokens 226, 77; 4k 450, 263; 8k 898, 941, where 58, 224
+    and 882 are the least. 450 steps are 0.95 ms, and 0.93 ms were measured.
+    """
+    group_size = problem.heads_q // problem.heads_kv
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    if wide or problem.mask_block is not None or group_size == 1:
+        return 1
+    shares = (n for n in range(1, group_size + 1) if group_size % n == 0)
+    steps = {n: _steps(problem, band, n) for n in shares}
+    best = min(steps, key=steps.__getitem__)
+    return best if steps[best] <= WORTH_SPLITTING * steps[1] else 1
+
+
+def _steps(problem: AttnProblem, band: Band, head_splits: int) -> float:
+    """Steps of 64 queries of the busiest program, up to head dims of 128.
+
+    Under a band with one side, the longest work tiles come first, so that programs end together
+    unless one work tile is longer than that; otherwise all are equal.
+    """
+    sms, heads = problem.arch.num_sms, problem.heads_q // problem.heads_kv // head_splits
+    tile_n = 2 * GROUP_ROWS
+    queries = problem.max_q
+    if band.left is not None and band.right is not None:
+        queries = min(queries, max(band.left + band.right, 0) + tile_n)
+    longest = heads * cdiv(queries, GROUP_ROWS)
+    kv_tiles = cdiv(problem.max_k, tile_n)
+    work_tiles = problem.batch * problem.heads_kv * head_splits * kv_tiles
+    of_tile = WORK_TILE_STEPS if head_splits == 1 else SHARED_TILE_STEPS
+    rounding = 0.0 if head_splits == 1 else ROUNDING_STEPS
+    if (band.left is None) == (band.right is None):
+        return cdiv(work_tiles, sms) * (longest + of_tile) + rounding
+    mean = longest * (kv_tiles + 1) / (2 * max(kv_tiles, 1))
+    return max(longest + of_tile, work_tiles * (mean + of_tile) / sms) + rounding
+
+
+def attn_bwd_sm90_raster_group(problem: AttnProblem, head_splits: int = 1) -> int:
     """Raster group: (batch, KV head) whose queries, gradients and dq sums stay in L2 together.
 
-    Groups are larger if a band makes work tiles uneven: more tiles fill the SMs while the longest
-    ones end. Microseconds with a causal band, by the MiB and KV tiles of a KV head:
+    A share of the query heads of a KV head counts as a KV head of its own. Groups are larger if a
+    band makes work tiles uneven: more tiles fill the SMs while the longest ones end. Microseconds
+    with a causal band, by the MiB and KV tiles of a KV head:
       groups of 1, 2, 4, 8: 16 MiB, 32 tiles 900, 830, 601, 626; 32 MiB, 64 tiles 2605, 2185, 2220,
         2255; 64 MiB, 128 tiles 9800, 9580, 9350, 9590; 8 MiB, 64 tiles 1200, 1133, 1098, 1096
       groups of 4, 8, 16: 4 MiB, 32 tiles 1230, 1208, 1201
@@ -323,7 +396,7 @@ def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
     the other (TFLOP/s with 16 MiB a head: one query head, groups of 2 and 3 520, 504; four query
     heads, groups of 1 and 2 467, 523).
     """
-    group_size = problem.heads_q // problem.heads_kv
+    group_size = problem.heads_q // problem.heads_kv // head_splits
     masked, ordered = problem.mask_block is not None, problem.deterministic
 
     def within(times: int, heads: int = group_size) -> int:
@@ -343,7 +416,7 @@ def attn_bwd_sm90_raster_group(problem: AttnProblem) -> int:
     else:
         long = tiles > ORDERED_TILES * problem.arch.num_sms
         group = LONG_GROUP if long else within(1)
-    return max(min(group, problem.batch * problem.heads_kv), 1)
+    return max(min(group, problem.batch * problem.heads_kv * head_splits), 1)
 
 
 def attn_bwd_sm90_front(problem: AttnProblem, raster_group: int) -> int:

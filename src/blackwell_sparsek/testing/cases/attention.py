@@ -11,13 +11,14 @@ from ...attention.sm90.backward import _attn_bwd_sm90_kernel
 from ...attention.sm90.backward_preprocess import (
     _attn_bwd_postprocess_kernel,
     _attn_bwd_preprocess_kernel,
+    _attn_bwd_round_keys_kernel,
 )
 from ...attention.sm90.backward_split import (
     _attn_bwd_dkdv_sm90_kernel,
     _attn_bwd_dq_sm90_kernel,
 )
 from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
-from ...attention.sm90.config import make_forward_config
+from ...attention.sm90.config import make_backward_config, make_forward_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
 from ...attention.sm90.launch import (
@@ -450,6 +451,11 @@ class BackwardSm90(NamedTuple):
     """Accepted for the only kernel, or for that of dk and dv."""
     dq_spill_bytes: int = 0
     """Accepted for the dq kernel of the split backward."""
+    head_splits: int = 1
+    """Work tiles that share the query heads of a KV tile."""
+    whole_scores: bool = True
+    """Whether scores of 96 columns sum over 128."""
+    packed: bool = False
 
     @property
     def wide(self) -> bool:
@@ -463,6 +469,9 @@ class BackwardSm90(NamedTuple):
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
         parts += ["softcap"] if self.softcap else []
         parts += ["ordered"] if self.ordered else []
+        parts += [f"splits{self.head_splits}"] if self.head_splits > 1 else []
+        parts += [] if self.whole_scores else ["scores"]
+        parts += ["packed"] if self.packed else []
         return "-".join(parts)
 
     def call(self, tokens: int = TOKENS) -> BackwardCall:
@@ -470,6 +479,7 @@ class BackwardSm90(NamedTuple):
         forward = attention_call(
             (self.head_dim, self.head_dim_v), self.dtype, self.block_size, tokens=tokens,
             softcap=self.softcap, deterministic=self.ordered,
+            lay_out=packed if self.packed else by_token,
         )  # fmt: skip
         return backward_call(forward)
 
@@ -486,11 +496,14 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, ordered=True, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
+    BackwardSm90(96, 96, whole_scores=False, head_splits=2, max_spill_bytes=192),
+    BackwardSm90(64, 64, ordered=True, head_splits=4, max_spill_bytes=192),
     BackwardSm90(256, 256, max_spill_bytes=256),
     BackwardSm90(256, 256, softcap=True, max_spill_bytes=384),
     BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
     BackwardSm90(256, 256, ordered=True, max_spill_bytes=448),
     BackwardSm90(192, 128, max_spill_bytes=64),
+    BackwardSm90(192, 128, packed=True, max_spill_bytes=160),
     BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=672),
     BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=64),
 )
@@ -508,15 +521,20 @@ SPLIT_SM90 = (
 
 def _launch_backward_sm90(asked: BackwardSm90, tokens: int = TOKENS) -> None:
     call = asked.call(tokens)
-    config = attn_bwd_sm90_config(call.problem)
+    config = attn_bwd_sm90_config(call.problem, asked.head_splits)
+    if not asked.whole_scores:
+        config = make_backward_config(
+            config.TILE_D, config.TILE_DV, asked.block_size, asked.ordered, asked.head_splits > 1,
+            (asked.head_dim, asked.head_dim_v),
+        )  # fmt: skip
     order = ranks = visits = None
     if (mask := call.forward.spec.block_mask) is not None:
         order = integers(call.problem.batch * KV_HEADS * tokens // config.tile_n)
         if asked.ordered:
             nnz = mask.transposed.indices.numel()
             ranks, visits = (integers(nnz, HEADS // KV_HEADS) for _ in range(2))
-    raster_group = attn_bwd_sm90_raster_group(call.problem)
-    launch_attn_bwd_sm90(call, order, ranks, visits, raster_group, config)
+    raster_group = attn_bwd_sm90_raster_group(call.problem, asked.head_splits)
+    launch_attn_bwd_sm90(call, order, ranks, visits, raster_group, config, asked.head_splits)
 
 
 def _launch_dkdv_sm90(asked: BackwardSm90) -> None:
@@ -548,6 +566,16 @@ def backward_sm90_cases() -> Iterator[CompileCase]:
             name = f"attn_bwd_{kind}/d{dim}{'-ordered' if ordered else ''}"
             launcher = _launch_backward_sm90
             yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
+    kernels = {"rows": _attn_bwd_preprocess_kernel, "round_keys": _attn_bwd_round_keys_kernel}
+    for kind, kernel in kernels.items():
+        asked = BackwardSm90(80, 80, head_splits=4)
+        name, launcher = f"attn_bwd_{kind}/d80-splits4", _launch_backward_sm90
+        yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
+    kernels = {"rows": _attn_bwd_preprocess_kernel, "round": _attn_bwd_postprocess_kernel}
+    for kind, kernel in kernels.items():
+        asked = BackwardSm90(160, 160, packed=True)
+        name, launcher = f"attn_bwd_{kind}/d160-packed", _launch_backward_sm90
+        yield launched_case(name, launcher, asked, 4000, kernel=kernel, archs=(90,))
 
 
 @compile_cases

@@ -1,0 +1,126 @@
+"""The Hopper backward where work tiles share the query heads of a KV head, on a Hopper GPU."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.attention.sm90 import launch, resize, tuning
+from blackwell_sparsek.attention.triton import backward as attention_bwd_triton
+from blackwell_sparsek.masks.band import EVERYTHING, Band
+from blackwell_sparsek.testing.attention_cases import AttnCase
+
+from .test_backward_gpu import BRAIN, HALF, HOPPER, REPEATS, check, forward, gradients_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+
+CAUSAL = Band(None, 0)
+BANDS = (EVERYTHING, CAUSAL, Band(100, 0), Band(0, None), Band(70, 30))
+LENGTHS = ((1, 1), (65, 127), (129, 128), (333, 1000), (1000, 333), (700, 700))
+
+
+def shared_by(monkeypatch, splits):
+    for module in (launch, resize):
+        monkeypatch.setattr(module, "attn_bwd_sm90_head_splits", lambda *given: splits)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "dims, dtype, softcap",
+    [
+        ((128, 128), BRAIN, 0.0),
+        ((64, 64), HALF, 0.0),
+        ((96, 40), BRAIN, 0.0),
+        ((64, 128), HALF, 0.0),
+        ((128, 128), HALF, 15.0),
+    ],
+)
+@pytest.mark.parametrize("heads, splits", [((14, 2), 7), ((8, 2), 2), ((12, 1), 4)])
+def test_gradients(heads, splits, dims, dtype, softcap, deterministic, monkeypatch):
+    shared_by(monkeypatch, splits)
+    rng = random.Random(f"{heads}{dims}")
+    for seed, lengths in enumerate(LENGTHS):
+        case = AttnCase(
+            seed, dtype, batch=rng.choice([1, 2]), heads=heads, lengths=(lengths,), head_dims=dims,
+            band=rng.choice(BANDS), softcap=softcap, sinks=seed == 3,
+        )  # fmt: skip
+        q, k, v, spec = case.build("cuda")
+        if seed % 2:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        check(q, k, v, spec, seed, str(case), deterministic)
+
+
+@pytest.mark.parametrize("band", [EVERYTHING, CAUSAL, Band(500, 0)])
+@pytest.mark.parametrize("splits", [2, 6])
+def test_the_same_bits_in_every_run(splits, band, monkeypatch):
+    """Far more work tiles than programs, beside another kernel that takes SMs away."""
+    shared_by(monkeypatch, splits)
+    case = AttnCase(
+        2, BRAIN, batch=2, heads=(24, 4), lengths=((1500, 2100),), head_dims=(128, 128), band=band
+    )  # fmt: skip
+    q, k, v, spec = case.build("cuda")
+    call = (q, k, v, spec, *forward(q, k, v, spec))
+    first = gradients_of(*call, deterministic=True)
+    side, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BRAIN)
+    differ = torch.zeros(REPEATS, 3, dtype=torch.bool, device="cuda")
+    for i in range(REPEATS):
+        if i % 4 == 0:
+            with torch.cuda.stream(side):
+                x @ x
+        again = gradients_of(*call, deterministic=True)
+        for j in range(3):
+            torch.any(again[j] != first[j], out=differ[i, j])
+    assert not differ.any(), differ.nonzero().tolist()
+    quick = gradients_of(*call)
+    expected = gradients_of(*call, backward=attention_bwd_triton.backward)
+    for got in (first, quick):
+        for x, want in zip(got[:3], expected[:3], strict=True):
+            torch.testing.assert_close(x, want, atol=2e-2 * float(want.abs().max()), rtol=2e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_replayed_and_resized(deterministic, monkeypatch):
+    """The tuning's own choice at 28 heads on 4, recorded, replayed, and with lengths never seen."""
+    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
+    torch.manual_seed(0)
+    for tokens in (300, 300, 300, 301, 300, 429, 1000):
+        q, dout = (torch.randn(1, 28, tokens, 128, device="cuda", dtype=BRAIN) for _ in "qd")
+        k, v = (torch.randn(1, 4, tokens, 128, device="cuda", dtype=BRAIN) for _ in "kv")
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        got, expected = (
+            torch.autograd.grad(
+                bsk.attention(*inputs, causal=True, deterministic=deterministic, impl=impl),
+                inputs,
+                dout,
+            )
+            for impl in ("auto", "reference")
+        )
+        for x, want in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, want, atol=2e-2 * float(want.abs().max()), rtol=2e-2)
+
+
+def test_a_graph(monkeypatch):
+    """Sums must be zeroed at every replay."""
+    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
+    q, dout = (torch.randn(1, 8, 333, 64, device="cuda", dtype=BRAIN) for _ in "qd")
+    k, v = (torch.randn(1, 1, 333, 64, device="cuda", dtype=BRAIN) for _ in "kv")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def step():
+        return torch.autograd.grad(bsk.attention(*inputs, causal=True), inputs, dout)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
