@@ -12,6 +12,12 @@ A tile of keys lies in shared memory once, for both products. The consumers take
 the scores of even tiles and the other those of odd ones, and hands weights and row states to both
 through shared memory. The scores of an odd tile run beside the weights of the even one before it.
 
+With SEESAW each consumer multiplies its own weights first, from registers, while those of the other
+travel through shared memory (`_multiply_seesaw`). With PAIRED, two programs form a cluster: they
+take two head tiles of the same keys, and each copies every other slice of a tile to both, so that
+a tile is read from the L2 once. With HALVES the columns of the two consumers are released and
+copied separately. All of these copy by address, see `sm90_producer.py`.
+
 `decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
 bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
 multiple of 16 tokens.
@@ -31,14 +37,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
+from ..device.gluon.cluster import (
+    arrive_at_all,
+    cluster_barrier,
+    cluster_exit_barrier,
+    cluster_rank,
+)
 from ..device.gluon.partials import columns_of, store_part
 from ..device.gluon.pipeline import barriers, drop_dead_values, take, tiles, work_channel
+from ..device.gluon.warps import shared_address
 from ..device.masks import kv_range, kv_range_of_all
 from ..device.partials import is_last, part_slot
 from ..device.records import SoftmaxState
 from ..device.scores import cap, fold_sign
-from ..device.softmax import init_state, weigh
-from ..launch.launcher import launch, on_device_of
+from ..device.softmax import init_state, weigh, weigh_below
+from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from . import sm90
 from .combine import launch_attn_decode_combine
@@ -77,6 +90,25 @@ class Handover(NamedTuple):
     """fp32 [3, ROWS]: maximum, sum, and the factor that rescales what came before."""
     full: Any
     free: Any
+    queries: Any
+    """Barrier: both consumers have written their part of the queries."""
+
+
+class Exchange(NamedTuple):
+    """What the consumers hand each other with SEESAW.
+
+    Each of the barriers also says that the other consumer has read what it got before, so that
+    nothing else has to: one waits for the other's before it writes again.
+    """
+
+    p: Any
+    """Weights of odd tiles; those of even ones go where the last columns of their keys were."""
+    states: Any
+    """fp32 [6, ROWS]: maximum, sum and factor after the even tile, and after the odd one."""
+    even_state: Any
+    odd: Any
+    """Barrier: weights and state of an odd tile are there."""
+    even_weights: Any
     queries: Any
     """Barrier: both consumers have written their part of the queries."""
 
@@ -129,13 +161,39 @@ class KeysOfSplit(NamedTuple):
 
 
 @gluon.jit
+def _await_part(ring, step, PART: gl.constexpr, CFG: gl.constexpr):
+    """Wait for a part of the columns of a tile."""
+    index = step % CFG.STAGES * CFG.parts + PART
+    mbarrier.wait(ring.full.index(index), (step // CFG.STAGES) & 1)
+
+
+@gluon.jit
+def _release(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Release a tile whose values this consumer has multiplied; HALVES: its half of the columns.
+
+    Scores read all columns, but whoever has the weights of a tile knows that its scores are done.
+    PAIRED: both producers copy to this stage, so each warp tells them both. What was written to the
+    stage (cleared values, weights) has been fenced and handed over by then, before the arrivals.
+    """
+    index = step % CFG.STAGES * CFG.parts
+    if CFG.HALVES:
+        index += GROUP
+    if CFG.PAIRED:
+        arrive_at_all(shared_address(CFG.bars_offset + 8 * (CFG.first_empty + index)), step >= 0, 2)
+    else:
+        mbarrier.arrive(ring.empty.index(CFG.first_empty + index), count=1)
+
+
+@gluon.jit
 def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
     """Wait for a tile: whether a page was out of range, and whether some keys are not to be read.
 
     The first of these is that of all tiles of the split so far.
     """
     stage = step % CFG.STAGES
-    mbarrier.wait(shared.ring.full.index(stage), (step // CFG.STAGES) & 1)
+    parts: gl.constexpr = CFG.parts
+    for part in gl.static_range(parts):
+        _await_part(shared.ring, step, part, CFG)
     wrong = step - step
     cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
     if CFG.scattered:
@@ -147,8 +205,9 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(queries, ring, step, CFG: gl.constexpr):
-    """Start the scores of a tile that has arrived."""
+def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
+    """Wait for a tile and start its scores; then what `_await_tile` returns."""
+    ring = shared.ring
     stage = step % CFG.STAGES
     # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
     # registers through the loop, and spill them
@@ -157,15 +216,26 @@ def _start_scores(queries, ring, step, CFG: gl.constexpr):
     rest = queries.rest.index(zero)
     rows: gl.constexpr = CFG.ROWS
     keys: gl.constexpr = CFG.TILE_N
+    half: gl.constexpr = CFG.half
     nothing = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
     v = ring.v.index(stage)
-    s = warpgroup_mma(front, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    return warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
+    if CFG.HALVES:
+        _await_part(ring, step, 0, CFG)
+        left = v.slice(0, half, dim=1).permute((1, 0))
+        right = v.slice(half, half, dim=1).permute((1, 0))
+        s = warpgroup_mma(front.slice(0, half, dim=1), left, nothing, use_acc=False, is_async=True)
+        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
+        s = warpgroup_mma(front.slice(half, half, dim=1), right, s, is_async=True)
+    else:
+        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
+        s = warpgroup_mma(front, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
+    return s, wrong, cut
 
 
 @gluon.jit
-def _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG: gl.constexpr):
-    """The weights of a tile's scores, the new `SoftmaxState`, and the factor of older sums."""
+def _mask_tile(s, shared, step, kv_start, seen, score, CFG: gl.constexpr):
+    """The scores of a tile, capped, and -inf where a query does not see a key."""
     s = cap(s, score.inverse_cap)
     kv_pos = kv_start + columns_of(s)
     if CFG.BLOCK_KV is not None:
@@ -175,9 +245,30 @@ def _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG: gl.constexpr
     if CFG.BLOCK_KV is not None or inside == 0:
         group = shared.heads.group
         s = mask_scores(s, kv_pos, seen.first_row, seen.length, shared.keys, group)
+    return s
+
+
+@gluon.jit
+def _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG: gl.constexpr):
+    """The weights of a tile's scores, the new `SoftmaxState`, and the factor of older sums."""
+    s = _mask_tile(s, shared, step, kv_start, seen, score, CFG)
     m_log2, p, rescale = weigh(state.m_log2, s, seen.factor)
     row_sum = state.row_sum * rescale + gl.sum(p, 1)
     return p, SoftmaxState(m_log2, row_sum), rescale
+
+
+@gluon.jit
+def _clear_unseen(shared, step, kv_start, seen, CFG: gl.constexpr):
+    """Clear the values of a tile that must not be read."""
+    stage = step % CFG.STAGES
+    v = shared.ring.v.index(stage)
+    positions = None
+    if CFG.BLOCK_KV is not None:
+        positions = shared.notes.positions.index(stage)
+    # a few columns at a time, beside the accumulators
+    values: gl.constexpr = CFG.TILE_DV
+    for first in gl.static_range(0, values, 64):
+        drop_dead_values(v.slice(first, 64, dim=1), kv_start, positions, seen.lo, seen.hi)
 
 
 @gluon.jit
@@ -190,15 +281,7 @@ def _hand_over(handover, p, state, rescale, shared, step, kv_start, seen, cut, C
     handover.states.index(1).store(state.row_sum)
     handover.states.index(2).store(rescale)
     if cut:
-        stage = step % CFG.STAGES
-        v = shared.ring.v.index(stage)
-        positions = None
-        if CFG.BLOCK_KV is not None:
-            positions = shared.notes.positions.index(stage)
-        # a few columns at a time, beside the accumulators
-        values: gl.constexpr = CFG.TILE_DV
-        for first in gl.static_range(0, values, 64):
-            drop_dead_values(v.slice(first, 64, dim=1), kv_start, positions, seen.lo, seen.hi)
+        _clear_unseen(shared, step, kv_start, seen, CFG)
     fence_async_shared()
     mbarrier.arrive(handover.full, count=1)
 
@@ -218,16 +301,16 @@ def _start_values(handover, ring, step, acc, FIRST: gl.constexpr, CFG: gl.conste
 
 
 @gluon.jit
-def _end_values(product, handover, ring, step, CFG: gl.constexpr):
+def _end_values(product, handover, ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """The sums, once a tile's values are added; its weights and stage are free again."""
     acc = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(handover.free, count=1)
-    mbarrier.arrive(ring.empty.index(step % CFG.STAGES), count=1)
+    _release(ring, step, GROUP, CFG)
     return acc
 
 
 @gluon.jit
-def _attend(
+def _multiply_in_turns(
     queries, handover, shared, score, seen, split, step, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
     """Go through the tiles of a split in pairs; the first consumer has the scores of even ones.
@@ -250,35 +333,207 @@ def _attend(
     for even in range(0, kv_tiles, 2):
         kv_start = (split.kv_tile + even) * tile_n
         odd_start = kv_start + tile_n
-        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
         if GROUP == 0:
-            s = _start_scores(queries, ring, step, CFG)
+            s, wrong, cut = _start_scores(queries, shared, step, kv_start, seen, CFG)
             s = warpgroup_mma_wait(0, deps=(s,))
             p, new, rescale = _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG)
             _hand_over(handover, p, new, rescale, shared, step, kv_start, seen, cut, CFG)
             product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-            acc = _end_values(product, handover, ring, step, CFG)
+            acc = _end_values(product, handover, ring, step, GROUP, CFG)
             if even + 1 < kv_tiles:
                 step += 1
                 wrong, _ = _await_tile(shared, step, odd_start, seen, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-                acc = _end_values(product, handover, ring, step, CFG)
+                acc = _end_values(product, handover, ring, step, GROUP, CFG)
         else:
+            wrong, _ = _await_tile(shared, step, kv_start, seen, CFG)
             if even + 1 < kv_tiles:
-                wrong, cut = _await_tile(shared, step + 1, odd_start, seen, CFG)
-                s = _start_scores(queries, ring, step + 1, CFG)
+                s, wrong, cut = _start_scores(queries, shared, step + 1, odd_start, seen, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 p, new, rescale = _weigh_tile(
                     s, state, shared, step + 1, odd_start, seen, score, CFG
                 )
-                acc = _end_values(product, handover, ring, step, CFG)
+                acc = _end_values(product, handover, ring, step, GROUP, CFG)
                 step += 1
                 _hand_over(handover, p, new, rescale, shared, step, odd_start, seen, cut, CFG)
             product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-            acc = _end_values(product, handover, ring, step, CFG)
+            acc = _end_values(product, handover, ring, step, GROUP, CFG)
         step += 1
     return step, acc, state, wrong
+
+
+@gluon.jit
+def _write_state(states, first: gl.constexpr, state, rescale):
+    """Write a `SoftmaxState` and the factor of older sums for the other consumer."""
+    states.index(first).store(state.m_log2)
+    states.index(first + 1).store(state.row_sum)
+    states.index(first + 2).store(rescale)
+
+
+@gluon.jit
+def _read_state(states, first: gl.constexpr, CFG: gl.constexpr):
+    """A `SoftmaxState` of the other consumer, and its factor of older sums."""
+    layout: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
+    m_log2 = states.index(first).load(layout)
+    row_sum = states.index(first + 1).load(layout)
+    return SoftmaxState(m_log2, row_sum), states.index(first + 2).load(layout)
+
+
+@gluon.jit
+def _rescaled(acc, factor, CFG: gl.constexpr):
+    """Accumulators times a factor of each row, which is in the layout of scores."""
+    rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout())
+    return acc * gl.convert_layout(factor, rows)[:, None]
+
+
+@gluon.jit
+def _add_own(p, ring, step, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Start adding the values of a tile with weights that this consumer has in registers."""
+    half: gl.constexpr = CFG.half
+    operand: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(), 2)
+    values = ring.v.index(step % CFG.STAGES).slice(GROUP * half, half, dim=1)
+    weights = gl.convert_layout(p.to(values.dtype), operand)
+    return warpgroup_mma(weights, values, acc, is_async=True)
+
+
+@gluon.jit
+def _add_other(weights, ring, step, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Start adding the values of a tile with weights of the other consumer, in shared memory."""
+    half: gl.constexpr = CFG.half
+    values = ring.v.index(step % CFG.STAGES).slice(GROUP * half, half, dim=1)
+    return warpgroup_mma(weights, values, acc, is_async=True)
+
+
+@gluon.jit
+def _give_even_weights(exchange, ring, step, p, CFG: gl.constexpr):
+    """Give the weights of an even tile to the other consumer, in place of its last key columns."""
+    weights = ring.k.index(step % CFG.STAGES)
+    weights.store(p.to(weights.dtype))
+    fence_async_shared()
+    mbarrier.arrive(exchange.even_weights, count=1)
+
+
+@gluon.jit
+def _weigh_even(queries, exchange, shared, score, seen, tile, step, state, CFG: gl.constexpr):
+    """Weights of an even tile, its new `SoftmaxState`, the factor of older sums, and `wrong`."""
+    kv_start = tile * CFG.TILE_N
+    s, wrong, cut = _start_scores(queries, shared, step, kv_start, seen, CFG)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    p, state, rescale = _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG)
+    _write_state(exchange.states, 0, state, rescale)
+    if cut:
+        _clear_unseen(shared, step, kv_start, seen, CFG)
+    fence_async_shared()
+    mbarrier.arrive(exchange.even_state, count=1)
+    return p, state, rescale, wrong
+
+
+@gluon.jit
+def _even_of_pair(
+    queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG: gl.constexpr
+):
+    """The first consumer's part of a pair of tiles: O = s1 (s0 O + P0 V0) + P1 V1."""
+    ring = shared.ring
+    p, state, rescale, _ = _weigh_even(
+        queries, exchange, shared, score, seen, tile, step, state, CFG
+    )
+    product = _add_own(p, ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
+    mbarrier.wait(exchange.odd, (step - pairs) & 1)
+    state, rescale = _read_state(exchange.states, 3, CFG)
+    # the other adds these weights after those of the odd tile
+    _give_even_weights(exchange, ring, step, p * rescale[:, None], CFG)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    _release(ring, step, 0, CFG)
+    wrong, _ = _await_tile(shared, step + 1, (tile + 1) * CFG.TILE_N, seen, CFG)
+    product = _add_other(exchange.p, ring, step + 1, _rescaled(acc, rescale, CFG), 0, CFG)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    _release(ring, step + 1, 0, CFG)
+    return acc, state, wrong
+
+
+@gluon.jit
+def _odd_of_pair(queries, exchange, shared, score, seen, tile, step, pairs, acc, CFG: gl.constexpr):
+    """The second consumer's part of a pair of tiles: O = s1 s0 O + P1 V1 + (s1 P0) V0."""
+    ring = shared.ring
+    kv_start = (tile + 1) * CFG.TILE_N
+    s, wrong, cut = _start_scores(queries, shared, step + 1, kv_start, seen, CFG)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    s = _mask_tile(s, shared, step + 1, kv_start, seen, score, CFG)
+    top = gl.max(s, 1)
+    if cut:
+        _clear_unseen(shared, step + 1, kv_start, seen, CFG)
+    mbarrier.wait(exchange.even_state, pairs & 1)
+    even, even_rescale = _read_state(exchange.states, 0, CFG)
+    m_log2, p, rescale = weigh_below(even.m_log2, top, s, seen.factor)
+    state = SoftmaxState(m_log2, even.row_sum * rescale + gl.sum(p, 1))
+    exchange.p.store(p.to(exchange.p.dtype))
+    _write_state(exchange.states, 3, state, rescale)
+    fence_async_shared()
+    mbarrier.arrive(exchange.odd, count=1)
+    acc = _rescaled(acc, even_rescale * rescale, CFG)
+    product = _add_own(p, ring, step + 1, acc, 1, CFG)
+    _await_tile(shared, step, tile * CFG.TILE_N, seen, CFG)
+    mbarrier.wait(exchange.even_weights, pairs & 1)
+    weights = ring.k.index(step % CFG.STAGES)
+    product = _add_other(weights, ring, step, product, 1, CFG)
+    acc = warpgroup_mma_wait(1, deps=(product,))
+    _release(ring, step + 1, 1, CFG)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    _release(ring, step, 1, CFG)
+    return acc, state, wrong
+
+
+@gluon.jit
+def _multiply_seesaw(
+    queries, exchange, shared, score, seen, split, step, pairs, GROUP: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """As `_multiply_in_turns`, but each consumer adds the values of its own weights first.
+
+    Both start the scores of a pair at once. The first consumer needs no weights of the other until
+    it has added its own, and the second one none of the first until then; the second needs its row
+    states. `pairs` counts even tiles so far, so that `step - pairs` counts odd ones.
+    """
+    ring = shared.ring
+    num: gl.constexpr = CFG.ROWS
+    half: gl.constexpr = CFG.half
+    score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
+    state = SoftmaxState(*init_state(gl.arange(0, num, score_rows)))
+    acc = gl.zeros([num, half], gl.float32, CFG.accumulator_layout())
+    wrong = step - step
+    tile = split.kv_tile
+    for _pair in range((split.kv_end - split.kv_tile) // 2):
+        if GROUP == 0:
+            acc, state, wrong = _even_of_pair(
+                queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG
+            )
+        else:
+            acc, state, wrong = _odd_of_pair(
+                queries, exchange, shared, score, seen, tile, step, pairs, acc, CFG
+            )
+        tile += 2
+        step += 2
+        pairs += 1
+    if tile < split.kv_end:
+        if GROUP == 0:
+            p, state, rescale, wrong = _weigh_even(
+                queries, exchange, shared, score, seen, tile, step, state, CFG
+            )
+            _give_even_weights(exchange, ring, step, p, CFG)
+            product = _add_own(p, ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
+        else:
+            wrong, _ = _await_tile(shared, step, tile * CFG.TILE_N, seen, CFG)
+            mbarrier.wait(exchange.even_state, pairs & 1)
+            state, rescale = _read_state(exchange.states, 0, CFG)
+            mbarrier.wait(exchange.even_weights, pairs & 1)
+            weights = ring.k.index(step % CFG.STAGES)
+            product = _add_other(weights, ring, step, _rescaled(acc, rescale, CFG), 1, CFG)
+        acc = warpgroup_mma_wait(0, deps=(product,))
+        _release(ring, step, GROUP, CFG)
+        step += 1
+        pairs += 1
+    return step, pairs, acc, state, wrong
 
 
 @gluon.jit
@@ -295,6 +550,10 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
     q_tiles = (num_rows + num - 1) // num
     programs = gl.num_programs(0)
     program = gl.program_id(0)
+    if CFG.PAIRED:
+        cluster_barrier()
+        # parts of the second head tiles of pairs come behind those of the first ones
+        program = program // 2 + cluster_rank() * (programs // 2)
     # each consumer combines its columns by itself
     partials = consume.workspace.partials + (2 * programs).to(gl.int64) * (
         GROUP * num * (CFG.half + 2)
@@ -307,6 +566,7 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         None, None, consume.num_splits,
     )  # fmt: skip
     step = 0
+    pairs = 0
     number = 0
     split = Split(*take(shared.splits, number))
     while split.sequence >= 0:
@@ -327,11 +587,16 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         seen = KeysOfSplit(first_row, length, lo, hi, all_lo, all_hi, factor)
         if CFG.COMBINED and GROUP == 0:
-            write_record(consume, split, begins, ends, heads.kv * q_tiles)
+            write_record(consume, split, begins, ends, heads.kv * q_tiles, program)
         mbarrier.wait(handover.queries, number & 1)
-        step, acc, state, wrong = _attend(
-            q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
-        )
+        if CFG.SEESAW:
+            step, pairs, acc, state, wrong = _multiply_seesaw(
+                q_smem, handover, shared, consume.score, seen, split, step, pairs, GROUP, CFG
+            )
+        else:
+            step, acc, state, wrong = _multiply_in_turns(
+                q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
+            )
         sum_out = gl.convert_layout(state.row_sum, out_rows)
         if CFG.scattered:
             sum_out = gl.where(wrong != 0, float("nan"), sum_out)
@@ -351,6 +616,41 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
                     )  # fmt: skip
         number += 1
         split = Split(*take(shared.splits, number))
+    if CFG.PAIRED:
+        cluster_exit_barrier()
+
+
+@gluon.jit
+def _idle_warps():
+    """What warps without work do: a cluster barrier waits for all threads of the cluster."""
+    cluster_barrier()
+    cluster_exit_barrier()
+
+
+@gluon.jit
+def _latent_ring(k_desc, v_desc, CFG: gl.constexpr):
+    """The `KVRing`; `placed`: with all barriers in one array, whose place CFG knows."""
+    stages: gl.constexpr = CFG.STAGES
+    tile_n: gl.constexpr = CFG.TILE_N
+    values: gl.constexpr = CFG.TILE_DV
+    if CFG.placed:
+        dtype: gl.constexpr = k_desc.dtype
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile_n, values], dtype)
+        v_smem = gl.allocate_shared_memory(dtype, [stages, tile_n, values], layout)
+        k_smem = tiles(k_desc, stages, tile_n)
+        room: gl.constexpr = CFG.bars_room
+        each: gl.constexpr = CFG.first_empty
+        full = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(each):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(full.index(each + i), count=CFG.releases)
+        empty = full
+    else:
+        v_smem = tiles(v_desc, stages, tile_n)
+        k_smem = tiles(k_desc, stages, tile_n)
+        full = barriers(stages, 1)
+        empty = barriers(stages, 2)
+    return KVRing(k_smem, v_smem, full, empty)
 
 
 @gluon.jit(
@@ -393,8 +693,6 @@ def _attn_decode_latent_kernel(
     rest: gl.constexpr = CFG.rest
     values: gl.constexpr = CFG.TILE_DV
     dtype: gl.constexpr = k_desc.dtype
-    v_smem = tiles(v_desc, stages, tile_n)
-    k_smem = tiles(k_desc, stages, tile_n)
     values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, values], dtype)
     rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, rest], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
@@ -404,13 +702,20 @@ def _attn_decode_latent_kernel(
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
-    states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
+    states = gl.allocate_shared_memory(gl.float32, [CFG.states, num], plain)
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
-    ring = KVRing(k_smem, v_smem, barriers(stages, 1), barriers(stages, 2))
-    handover = Handover(
-        p_smem, states, barriers(1, 1).index(0), barriers(1, 2).index(0), barriers(1, 2).index(0)
-    )
+    ring = _latent_ring(k_desc, v_desc, CFG)
+    if CFG.SEESAW:
+        handover = Exchange(
+            p_smem, states, barriers(1, 1).index(0), barriers(1, 1).index(0),
+            barriers(1, 1).index(0), barriers(1, 2).index(0),
+        )  # fmt: skip
+    else:
+        handover = Handover(
+            *(p_smem, states, barriers(1, 1).index(0)),
+            *(barriers(1, 2).index(0), barriers(1, 2).index(0)),
+        )
     splits = work_channel(SPLIT_FIELDS, 2)
     fence_async_shared()
     keys = VisitedKeys(seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
@@ -422,15 +727,29 @@ def _attn_decode_latent_kernel(
         results, q_ptr, sinks_ptr, score, workspace, strides, None, None, num_splits
     )
     shared = SharedState(ring, StageNotes(positions, flags), splits, keys, first_length, heads)
-    gl.warp_specialize(
-        [
-            (_consume, (consume, shared, q_smem, handover, 0, CFG)),
-            (_consume, (consume, shared, q_smem, handover, 1, CFG)),
-            (produce_tiles, (produce, shared, CFG)),
-        ],
-        [4, 1],
-        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
-    )
+    few: gl.constexpr = CFG.PRODUCER_REGISTERS
+    if CFG.PAIRED:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, q_smem, handover, 0, CFG)),
+                (_consume, (consume, shared, q_smem, handover, 1, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+                (_idle_warps, ()),
+                (_idle_warps, ()),
+            ],
+            [4, 1, 1, 2],
+            [CFG.CONSUMER_REGISTERS, few, few, few],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, q_smem, handover, 0, CFG)),
+                (_consume, (consume, shared, q_smem, handover, 1, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
+            [4, 1],
+            [CFG.CONSUMER_REGISTERS, few],
+        )
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,6 +769,8 @@ def launch_attn_decode_latent(
     q, cache = call.q, call.k_cache
     if q.shape[0] * q.shape[1] * q.shape[2] == 0:
         return
+    head_tiles = cdiv(call.problem.rows, config.ROWS)
+    assert head_tiles % config.pair == programs % config.pair == 0, f"{head_tiles=} {programs=}"
     with on_device_of(q):
         workspace = DecodeWorkspace(
             # two consumers, each with two parts: sums of half the columns, maximum and sum of rows
@@ -462,7 +783,8 @@ def launch_attn_decode_latent(
         values = descriptor(cache, call.page_size, config.v_block())
         args = kernel_arguments(out, lse, call, (rest, values), workspace, config, programs)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
-        launch(_attn_decode_latent_kernel, programs, args, **options)
+        clusters = programs // config.pair
+        launch(_attn_decode_latent_kernel, clusters, args, cluster=config.pair, **options)
         if config.COMBINED:
             tile = (config.ROWS, config.half)
             launch_attn_decode_combine(out, lse, call, workspace, tile, programs)

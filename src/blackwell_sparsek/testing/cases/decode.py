@@ -253,6 +253,9 @@ def latent_cases() -> Iterator[CompileCase]:
         ("bf16-pages64", LatentConfig(64, None, 64), BRAIN, False),
         ("fp16-pages64-lists-everything", LatentConfig(64, 64, 64), HALF, True),
         ("bf16-pages64-combined", LatentConfig(64, None, 64, COMBINED=True), BRAIN, False),
+        ("bf16-paired", LatentConfig(None, None, 40, PAIRED=True), BRAIN, False),
+        ("bf16-seesaw", LatentConfig(None, None, 40, SEESAW=True), BRAIN, False),
+        ("bf16-halves", LatentConfig(None, None, 40, HALVES=True), BRAIN, False),
     ):
         yield launched_case(
             f"attn_decode_latent/{name}",
