@@ -498,13 +498,30 @@ def _write_notes(notes, step, copies, wrong, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG: gl.constexpr):
-    """Publish a split and fetch its tiles pair by pair, in the order that CFG tells.
+def _take_turn(
+    shared, tables, found, split, tile, step, kv_head, rank, TURN: gl.constexpr, CFG: gl.constexpr
+):
+    """Copy the part of a pair of tiles whose turn it is, once it is empty.
 
-    Returns the next step. Notes are written with the part that completes a tile, when both parts of
-    its stage are known to be empty.
+    Notes are written with the part that completes a tile, when both parts of its stage are known to
+    be empty.
     """
-    ring = shared.ring
+    odd: gl.constexpr = CFG.copied_tile(TURN)
+    part: gl.constexpr = CFG.copied_part(TURN)
+    if tile + odd < split.kv_end:
+        starts, slabs, wrong = found
+        copies = _copies_at(split, tables, starts, slabs, tile + odd, CFG)
+        now = step + odd
+        index = CFG.first_empty + now % CFG.STAGES * CFG.parts + part
+        mbarrier.wait(shared.ring.empty.index(index), ((now // CFG.STAGES) & 1) ^ 1)
+        if CFG.scattered and CFG.completes(TURN):
+            _write_notes(shared.notes, now, copies, wrong, CFG)
+        _fill_part(shared.ring, now, copies, kv_head, rank, part, CFG)
+
+
+@gluon.jit
+def _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG: gl.constexpr):
+    """Publish a split and fetch its tiles pair by pair, in turns; returns the next step."""
     turns: gl.constexpr = 2 * CFG.parts
     copies_each: gl.constexpr = CFG.copies
     last = split.kv_end * copies_each
@@ -519,17 +536,9 @@ def _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG: gl.
                 starts, slabs, more_wrong = look_up(tables, blocks, tile * copies_each, last, CFG)
                 wrong = wrong | more_wrong
                 blocks = read_blocks(tables, tile * copies_each + LOOKED_UP, last, CFG)
+        found = (starts, slabs, wrong)
         for turn in gl.static_range(turns):
-            odd: gl.constexpr = CFG.copied_tile(turn)
-            part: gl.constexpr = CFG.copied_part(turn)
-            if tile + odd < split.kv_end:
-                copies = _copies_at(split, tables, starts, slabs, tile + odd, CFG)
-                now = step + odd
-                index = CFG.first_empty + now % CFG.STAGES * CFG.parts + part
-                mbarrier.wait(ring.empty.index(index), ((now // CFG.STAGES) & 1) ^ 1)
-                if CFG.scattered and CFG.completes(turn):
-                    _write_notes(shared.notes, now, copies, wrong, CFG)
-                _fill_part(ring, now, copies, kv_head, rank, part, CFG)
+            _take_turn(shared, tables, found, split, tile, step, kv_head, rank, turn, CFG)
         step += gl.minimum(split.kv_end - tile, 2)
     return step
 
