@@ -455,8 +455,7 @@ def _fill_part(ring, step, copies, kv_head, rank, PART: gl.constexpr, CFG: gl.co
     stage = step % CFG.STAGES
     index = stage * CFG.parts + PART
     full = ring.full.index(index)
-    slices: gl.constexpr = CFG.slices(PART)
-    each: gl.constexpr = slices // CFG.pair
+    slices: gl.constexpr = CFG.own_slices
     last: gl.constexpr = CFG.parts - 1 == PART
     tile_bytes: gl.constexpr = CFG.TILE_N * _SLICE_ROW
     mbarrier.expect(full, CFG.part_bytes(PART), pred=copies.wanted)
@@ -464,8 +463,8 @@ def _fill_part(ring, step, copies, kv_head, rank, PART: gl.constexpr, CFG: gl.co
     if copies.wanted:
         bar = shared_address(CFG.bars_offset + 8 * index)
         values = CFG.values_offset + stage * (CFG.TILE_N * CFG.TILE_DV * 2)
-        for i in gl.static_range(each):
-            number = PART * slices + i * CFG.pair + rank
+        for i in gl.static_range(slices):
+            number = CFG.first_slice(PART, i) + rank
             _copy_slice(copies, kv_head, bar, number * _SLICE, values + number * tile_bytes, CFG)
         if last and rank == 0:
             rest = CFG.rest_offset + stage * tile_bytes

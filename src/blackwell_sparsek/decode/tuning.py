@@ -517,9 +517,14 @@ class LatentConfig:
         """Parts of a tile."""
         return 2 if self.HALVES else 1
 
-    def slices(self, part: int) -> int:
-        """Slices of values in a part."""
-        return self.TILE_DV // SLICE // self.parts
+    @property
+    def own_slices(self) -> int:
+        """Slices of values in a part that each program of a pair copies."""
+        return self.TILE_DV // SLICE // self.parts // self.pair
+
+    def first_slice(self, part: int, i: int) -> int:
+        """The `i`-th of them in the first program; in the second it is the next one."""
+        return (part * self.own_slices + i) * self.pair
 
     def part_bytes(self, part: int) -> int:
         """Bytes that arrive at the barrier of a part."""
