@@ -134,8 +134,9 @@ def test_every_part_of_a_pair_of_tiles_has_its_turn(variant):
 
 
 @pytest.mark.parametrize("variant", WAYS, ids=str)
-def test_places_in_shared_memory(variant):
-    config = config_of(variant)
+@pytest.mark.parametrize("block_kv", [None, 64])
+def test_places_in_shared_memory(variant, block_kv):
+    config = dataclasses.replace(config_of(variant), BLOCK_KV=block_kv)
     values = range(config.values_offset, config.values_offset + 2 * 64 * 512 * 2)
     rest = range(config.rest_offset, config.rest_offset + 2 * 64 * 64 * 2)
     bars = range(config.bars_offset, config.bars_offset + 8 * config.bars_room)
@@ -145,8 +146,8 @@ def test_places_in_shared_memory(variant):
     assert values.start % 1024 == rest.start % 1024 == 0
     places = config.placed_barriers()
     assert all(place in bars for place, _ in places)
-    # what else is allocated: positions of two stages, and less than 256 bytes
-    assert bars.stop + 512 + 256 <= 227 * 1024
+    # splits, flags, barriers between consumers, and what Triton hands to its roles
+    assert bars.stop + 640 <= 227 * 1024
     if config.placed:
         empty = places[config.first_empty :]
         warps = 4 * 2 if config.PAIRED else 1

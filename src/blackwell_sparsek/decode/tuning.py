@@ -566,6 +566,7 @@ class LatentConfig:
             "rest of queries": 2 * self.ROWS * self.rest,
             "weights": 2 * self.ROWS * self.TILE_N,
             "states": 4 * self.ROWS * self.states,
+            "positions": 4 * self.STAGES * self.noted_keys,
             "barriers": 8 * self.bars_room,
         }
         places, end = {}, 0
@@ -581,8 +582,8 @@ class LatentConfig:
 
     @property
     def bars_room(self) -> int:
-        """Barriers that are allocated: more bytes than positions, so that these come behind."""
-        return 80
+        """Barriers that are allocated: more than are used, so that smaller ones come behind."""
+        return 16
 
     @property
     def values_offset(self) -> int:
