@@ -146,8 +146,9 @@ def test_places_in_shared_memory(variant, block_kv):
     assert values.start % 1024 == rest.start % 1024 == 0
     places = config.placed_barriers()
     assert all(place in bars for place, _ in places)
-    # splits, flags, barriers between consumers, and what Triton hands to its roles
-    assert bars.stop + 640 <= 227 * 1024
+    # row states, positions, splits, flags, other barriers, and what Triton hands to its roles
+    states = 4 * 64 * 4 if config.SEESAW else 0
+    assert bars.stop + states + 4 * 2 * config.noted_keys + 640 <= 227 * 1024
     if config.placed:
         empty = places[config.first_empty :]
         warps = 4 * 2 if config.PAIRED else 1

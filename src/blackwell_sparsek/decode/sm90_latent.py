@@ -50,7 +50,7 @@ from ..device.masks import kv_range, kv_range_of_all
 from ..device.partials import is_last, part_slot
 from ..device.records import SoftmaxState
 from ..device.scores import cap, fold_sign
-from ..device.softmax import init_state, weigh, weigh_below
+from ..device.softmax import init_state, raise_maximum, weigh, weigh_below
 from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from . import sm90
@@ -94,6 +94,16 @@ class Handover(NamedTuple):
     """Barrier: both consumers have written their part of the queries."""
 
 
+class RowStates(NamedTuple):
+    """Where the state of rows is handed over; fp32 [ROWS] each.
+
+    Triton puts a barrier between two accesses of one allocation, so that each has its own.
+    """
+
+    m_log2: Any
+    row_sum: Any
+
+
 class Exchange(NamedTuple):
     """What the consumers hand each other with SEESAW.
 
@@ -103,10 +113,11 @@ class Exchange(NamedTuple):
 
     p: Any
     """Weights of odd tiles; those of even ones go where the last columns of their keys were."""
-    states: Any
-    """fp32 [6, ROWS]: maximum, sum and factor after the even tile, and after the odd one."""
-    even_state: Any
+    even: Any
+    """`RowStates` after an even tile, and after an odd one."""
     odd: Any
+    even_state: Any
+    odd_weights: Any
     """Barrier: weights and state of an odd tile are there."""
     even_weights: Any
     queries: Any
@@ -364,20 +375,31 @@ def _multiply_in_turns(
 
 
 @gluon.jit
-def _write_state(states, first: gl.constexpr, state, rescale):
-    """Write a `SoftmaxState` and the factor of older sums for the other consumer."""
-    states.index(first).store(state.m_log2)
-    states.index(first + 1).store(state.row_sum)
-    states.index(first + 2).store(rescale)
+def _row_states(CFG: gl.constexpr):
+    """Allocate `RowStates`."""
+    rows: gl.constexpr = CFG.ROWS
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return RowStates(
+        gl.allocate_shared_memory(gl.float32, [rows], plain),
+        gl.allocate_shared_memory(gl.float32, [rows], plain),
+    )
 
 
 @gluon.jit
-def _read_state(states, first: gl.constexpr, CFG: gl.constexpr):
-    """A `SoftmaxState` of the other consumer, and its factor of older sums."""
+def _write_state(states, state):
+    """Write a `SoftmaxState` for the other consumer."""
+    states.m_log2.store(state.m_log2)
+    states.row_sum.store(state.row_sum)
+
+
+@gluon.jit
+def _read_state(states, before, CFG: gl.constexpr):
+    """A `SoftmaxState` of the other consumer, and the factor of sums from `before` it."""
     layout: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
-    m_log2 = states.index(first).load(layout)
-    row_sum = states.index(first + 1).load(layout)
-    return SoftmaxState(m_log2, row_sum), states.index(first + 2).load(layout)
+    state = SoftmaxState(states.m_log2.load(layout), states.row_sum.load(layout))
+    # as the other consumer computed it: its maximum is the larger one
+    _, _, rescale = raise_maximum(before.m_log2, state.m_log2, 1.0)
+    return state, rescale
 
 
 @gluon.jit
@@ -421,7 +443,7 @@ def _weigh_even(queries, exchange, shared, score, seen, tile, step, state, CFG: 
     s, wrong, cut = _start_scores(queries, shared, step, kv_start, seen, CFG)
     s = warpgroup_mma_wait(0, deps=(s,))
     p, state, rescale = _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG)
-    _write_state(exchange.states, 0, state, rescale)
+    _write_state(exchange.even, state)
     if cut:
         _clear_unseen(shared, step, kv_start, seen, CFG)
     fence_async_shared()
@@ -439,8 +461,8 @@ def _even_of_pair(
         queries, exchange, shared, score, seen, tile, step, state, CFG
     )
     product = _add_own(p, ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
-    mbarrier.wait(exchange.odd, (step - pairs) & 1)
-    state, rescale = _read_state(exchange.states, 3, CFG)
+    mbarrier.wait(exchange.odd_weights, (step - pairs) & 1)
+    state, rescale = _read_state(exchange.odd, state, CFG)
     # the other adds these weights after those of the odd tile
     _give_even_weights(exchange, ring, step, p * rescale[:, None], CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
@@ -453,7 +475,9 @@ def _even_of_pair(
 
 
 @gluon.jit
-def _odd_of_pair(queries, exchange, shared, score, seen, tile, step, pairs, acc, CFG: gl.constexpr):
+def _odd_of_pair(
+    queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG: gl.constexpr
+):
     """The second consumer's part of a pair of tiles: O = s1 s0 O + P1 V1 + (s1 P0) V0."""
     ring = shared.ring
     kv_start = (tile + 1) * CFG.TILE_N
@@ -464,13 +488,13 @@ def _odd_of_pair(queries, exchange, shared, score, seen, tile, step, pairs, acc,
     if cut:
         _clear_unseen(shared, step + 1, kv_start, seen, CFG)
     mbarrier.wait(exchange.even_state, pairs & 1)
-    even, even_rescale = _read_state(exchange.states, 0, CFG)
+    even, even_rescale = _read_state(exchange.even, state, CFG)
     m_log2, p, rescale = weigh_below(even.m_log2, top, s, seen.factor)
     state = SoftmaxState(m_log2, even.row_sum * rescale + gl.sum(p, 1))
     exchange.p.store(p.to(exchange.p.dtype))
-    _write_state(exchange.states, 3, state, rescale)
+    _write_state(exchange.odd, state)
     fence_async_shared()
-    mbarrier.arrive(exchange.odd, count=1)
+    mbarrier.arrive(exchange.odd_weights, count=1)
     acc = _rescaled(acc, even_rescale * rescale, CFG)
     product = _add_own(p, ring, step + 1, acc, 1, CFG)
     _await_tile(shared, step, tile * CFG.TILE_N, seen, CFG)
@@ -510,7 +534,7 @@ def _multiply_seesaw(
             )
         else:
             acc, state, wrong = _odd_of_pair(
-                queries, exchange, shared, score, seen, tile, step, pairs, acc, CFG
+                queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG
             )
         tile += 2
         step += 2
@@ -525,7 +549,7 @@ def _multiply_seesaw(
         else:
             wrong, _ = _await_tile(shared, step, tile * CFG.TILE_N, seen, CFG)
             mbarrier.wait(exchange.even_state, pairs & 1)
-            state, rescale = _read_state(exchange.states, 0, CFG)
+            state, rescale = _read_state(exchange.even, state, CFG)
             mbarrier.wait(exchange.even_weights, pairs & 1)
             weights = ring.k.index(step % CFG.STAGES)
             product = _add_other(weights, ring, step, _rescaled(acc, rescale, CFG), 1, CFG)
@@ -702,16 +726,17 @@ def _attn_decode_latent_kernel(
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
-    states = gl.allocate_shared_memory(gl.float32, [CFG.states, num], plain)
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     ring = _latent_ring(k_desc, v_desc, CFG)
     if CFG.SEESAW:
         handover = Exchange(
-            p_smem, states, barriers(1, 1).index(0), barriers(1, 1).index(0),
-            barriers(1, 1).index(0), barriers(1, 2).index(0),
-        )  # fmt: skip
+            *(p_smem, _row_states(CFG), _row_states(CFG)),
+            *(barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0)),
+            barriers(1, 2).index(0),
+        )
     else:
+        states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
         handover = Handover(
             *(p_smem, states, barriers(1, 1).index(0)),
             *(barriers(1, 2).index(0), barriers(1, 2).index(0)),

@@ -565,8 +565,8 @@ class LatentConfig:
             "rest": 2 * self.STAGES * self.TILE_N * self.rest,
             "rest of queries": 2 * self.ROWS * self.rest,
             "weights": 2 * self.ROWS * self.TILE_N,
-            "states": 4 * self.ROWS * self.states,
-            "positions": 4 * self.STAGES * self.noted_keys,
+            # SEESAW: several that are smaller than the barriers
+            "states": 0 if self.SEESAW else 4 * self.ROWS * 3,
             "barriers": 8 * self.bars_room,
         }
         places, end = {}, 0
@@ -576,14 +576,12 @@ class LatentConfig:
         return places
 
     @property
-    def states(self) -> int:
-        """Numbers of each row that consumers hand over: maximum, sum, factor; SEESAW: of both."""
-        return 6 if self.SEESAW else 3
-
-    @property
     def bars_room(self) -> int:
-        """Barriers that are allocated: more than are used, so that smaller ones come behind."""
-        return 16
+        """Barriers that are allocated: more bytes than anything else that is not in `_places`.
+
+        These are states of rows, positions, and what Triton hands to its roles, up to 512 bytes.
+        """
+        return 80
 
     @property
     def values_offset(self) -> int:
