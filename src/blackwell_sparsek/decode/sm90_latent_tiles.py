@@ -131,6 +131,10 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
 def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
     """Wait for a tile and start its scores; then what `_await_tile` returns."""
     ring = shared.ring
+    if CFG.HALVES:
+        _await_part(ring, step, 0, CFG)
+    else:
+        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
     stage = step % CFG.STAGES
     # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
     # registers through the loop, and spill them
@@ -143,14 +147,12 @@ def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
     nothing = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
     v = ring.v.index(stage)
     if CFG.HALVES:
-        _await_part(ring, step, 0, CFG)
         left = v.slice(0, half, dim=1).permute((1, 0))
         right = v.slice(half, half, dim=1).permute((1, 0))
         s = warpgroup_mma(front.slice(0, half, dim=1), left, nothing, use_acc=False, is_async=True)
         wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
         s = warpgroup_mma(front.slice(half, half, dim=1), right, s, is_async=True)
     else:
-        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
         s = warpgroup_mma(front, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
     return s, wrong, cut
