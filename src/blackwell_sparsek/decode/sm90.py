@@ -236,9 +236,9 @@ def combine_parts(
 
 
 @gluon.jit
-def write_record(consume, split, begins, ends, head_tiles):
-    """Tell `combine.py` who has the parts of a softmax, if this program begins it."""
-    if gl.program_id(0) == begins:
+def write_record(consume, split, begins, ends, head_tiles, program):
+    """Tell `combine.py` who has the parts of a softmax, if `program` begins it."""
+    if program == begins:
         parts = ends - begins + 1
         softmax = split.sequence * head_tiles + split.head_tile
         record = consume.workspace.records + softmax * RECORD_FIELDS
@@ -291,7 +291,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         begins = split.origin + split.softmax_start // split.range_tiles
         ends = split.origin + (split.softmax_start + split.count - 1) // split.range_tiles
         if CFG.COMBINED:
-            write_record(consume, split, begins, ends, heads.kv * q_tiles)
+            write_record(consume, split, begins, ends, heads.kv * q_tiles, program)
         length = gl.maximum(split.kv_len, 0)
         kv_lo, kv_hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)

@@ -12,6 +12,13 @@ A tile of keys lies in shared memory once, for both products. The consumers take
 the scores of even tiles and the other those of odd ones, and hands weights and row states to both
 through shared memory. The scores of an odd tile run beside the weights of the even one before it.
 
+`sm90_latent_tiles.py` has this arithmetic, and with SEESAW another order of it: each consumer
+multiplies its own weights first, from registers, while those of the other travel through shared
+memory. With PAIRED, two programs form a cluster: they take two head tiles of the same keys, and
+each copies every other slice of a tile to both, so that a tile is read from the L2 once. With
+HALVES the columns of the two consumers are released and copied separately. The producer of these
+two copies by address, see `sm90_producer.py`.
+
 `decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
 bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
 multiple of 16 tokens.
@@ -22,23 +29,17 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
-from ..device.gluon.partials import columns_of, store_part
-from ..device.gluon.pipeline import barriers, drop_dead_values, take, tiles, work_channel
+from ..device.gluon.cluster import cluster_barrier, cluster_exit_barrier, cluster_rank
+from ..device.gluon.partials import store_part
+from ..device.gluon.pipeline import barriers, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all
 from ..device.partials import is_last, part_slot
-from ..device.records import SoftmaxState
-from ..device.scores import cap, fold_sign
-from ..device.softmax import init_state, weigh
-from ..launch.launcher import launch, on_device_of
+from ..device.scores import fold_sign
+from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from . import sm90
 from .combine import launch_attn_decode_combine
@@ -47,11 +48,18 @@ from .sm90 import (
     combine_parts,
     descriptor,
     kernel_arguments,
-    mask_scores,
     places_of_rows,
     records_of_softmaxes,
     write_record,
     write_rows,
+)
+from .sm90_latent_tiles import (
+    Exchange,
+    Handover,
+    KeysOfSplit,
+    multiply_in_turns,
+    multiply_seesaw,
+    row_states,
 )
 from .sm90_producer import (
     SPLIT_FIELDS,
@@ -67,18 +75,6 @@ from .triton import DecodeResults, DecodeWorkspace, HeadTile, VisitedKeys
 from .tuning import LATENT_DIMS, LatentConfig, latent_launch
 
 MAX_REGISTERS = 168
-
-
-class Handover(NamedTuple):
-    """What the consumers hand each other: weights, row states, and barriers around them."""
-
-    p: Any
-    states: Any
-    """fp32 [3, ROWS]: maximum, sum, and the factor that rescales what came before."""
-    full: Any
-    free: Any
-    queries: Any
-    """Barrier: both consumers have written their part of the queries."""
 
 
 class LatentQueries(NamedTuple):
@@ -114,173 +110,6 @@ def _put_queries(
     return factor
 
 
-class KeysOfSplit(NamedTuple):
-    """The keys of a split, as its consumers see them."""
-
-    first_row: Any
-    length: Any
-    lo: Any
-    """The keys `[lo, hi)` that some row sees."""
-    hi: Any
-    all_lo: Any
-    """The keys `[all_lo, all_hi)` that every row sees."""
-    all_hi: Any
-    factor: Any
-
-
-@gluon.jit
-def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
-    """Wait for a tile: whether a page was out of range, and whether some keys are not to be read.
-
-    The first of these is that of all tiles of the split so far.
-    """
-    stage = step % CFG.STAGES
-    mbarrier.wait(shared.ring.full.index(stage), (step // CFG.STAGES) & 1)
-    wrong = step - step
-    cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
-    if CFG.scattered:
-        group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        note = gl.max(shared.notes.flags.index(stage).load(group), 0)
-        wrong = note % 2
-        cut = note >= 2
-    return wrong, cut
-
-
-@gluon.jit
-def _start_scores(queries, ring, step, CFG: gl.constexpr):
-    """Start the scores of a tile that has arrived."""
-    stage = step % CFG.STAGES
-    # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
-    # registers through the loop, and spill them
-    zero = step >> 30
-    front = queries.front.index(zero)
-    rest = queries.rest.index(zero)
-    rows: gl.constexpr = CFG.ROWS
-    keys: gl.constexpr = CFG.TILE_N
-    nothing = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
-    v = ring.v.index(stage)
-    s = warpgroup_mma(front, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    return warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG: gl.constexpr):
-    """The weights of a tile's scores, the new `SoftmaxState`, and the factor of older sums."""
-    s = cap(s, score.inverse_cap)
-    kv_pos = kv_start + columns_of(s)
-    if CFG.BLOCK_KV is not None:
-        positions = shared.notes.positions.index(step % CFG.STAGES)
-        kv_pos = positions.load(gl.SliceLayout(0, CFG.scores_layout()))
-    inside = (kv_start >= seen.all_lo) & (kv_start + CFG.TILE_N <= seen.all_hi)
-    if CFG.BLOCK_KV is not None or inside == 0:
-        group = shared.heads.group
-        s = mask_scores(s, kv_pos, seen.first_row, seen.length, shared.keys, group)
-    m_log2, p, rescale = weigh(state.m_log2, s, seen.factor)
-    row_sum = state.row_sum * rescale + gl.sum(p, 1)
-    return p, SoftmaxState(m_log2, row_sum), rescale
-
-
-@gluon.jit
-def _hand_over(handover, p, state, rescale, shared, step, kv_start, seen, cut, CFG: gl.constexpr):
-    """Give weights and row states to both consumers, and clear values that must not be read."""
-    # both have multiplied with the weights before
-    mbarrier.wait(handover.free, (step & 1) ^ 1)
-    handover.p.store(p.to(handover.p.dtype))
-    handover.states.index(0).store(state.m_log2)
-    handover.states.index(1).store(state.row_sum)
-    handover.states.index(2).store(rescale)
-    if cut:
-        stage = step % CFG.STAGES
-        v = shared.ring.v.index(stage)
-        positions = None
-        if CFG.BLOCK_KV is not None:
-            positions = shared.notes.positions.index(stage)
-        # a few columns at a time, beside the accumulators
-        values: gl.constexpr = CFG.TILE_DV
-        for first in gl.static_range(0, values, 64):
-            drop_dead_values(v.slice(first, 64, dim=1), kv_start, positions, seen.lo, seen.hi)
-    fence_async_shared()
-    mbarrier.arrive(handover.full, count=1)
-
-
-@gluon.jit
-def _start_values(handover, ring, step, acc, FIRST: gl.constexpr, CFG: gl.constexpr):
-    """Take the weights of a tile, and start adding its values: sums, and the `SoftmaxState`."""
-    score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
-    half: gl.constexpr = CFG.half
-    mbarrier.wait(handover.full, step & 1)
-    m_log2 = handover.states.index(0).load(score_rows)
-    row_sum = handover.states.index(1).load(score_rows)
-    rescale = handover.states.index(2).load(gl.SliceLayout(1, CFG.accumulator_layout()))
-    values = ring.v.index(step % CFG.STAGES).slice(FIRST, half, dim=1)
-    acc = warpgroup_mma(handover.p, values, acc * rescale[:, None], is_async=True)
-    return acc, SoftmaxState(m_log2, row_sum)
-
-
-@gluon.jit
-def _end_values(product, handover, ring, step, CFG: gl.constexpr):
-    """The sums, once a tile's values are added; its weights and stage are free again."""
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(handover.free, count=1)
-    mbarrier.arrive(ring.empty.index(step % CFG.STAGES), count=1)
-    return acc
-
-
-@gluon.jit
-def _attend(
-    queries, handover, shared, score, seen, split, step, GROUP: gl.constexpr, CFG: gl.constexpr
-):
-    """Go through the tiles of a split in pairs; the first consumer has the scores of even ones.
-
-    Returns the next step, sums of this consumer's columns, the `SoftmaxState`, and whether a page
-    was out of range. Both tiles of a pair are in shared memory at once: the second consumer starts
-    its scores before it takes the weights of the even tile, so that tensor cores work on them while
-    the first makes these weights, and it makes its own while values are multiplied.
-    """
-    ring = shared.ring
-    num: gl.constexpr = CFG.ROWS
-    half: gl.constexpr = CFG.half
-    first_col: gl.constexpr = GROUP * CFG.half
-    tile_n: gl.constexpr = CFG.TILE_N
-    score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
-    state = SoftmaxState(*init_state(gl.arange(0, num, score_rows)))
-    acc = gl.zeros([num, half], gl.float32, CFG.accumulator_layout())
-    wrong = step - step
-    kv_tiles = split.kv_end - split.kv_tile
-    for even in range(0, kv_tiles, 2):
-        kv_start = (split.kv_tile + even) * tile_n
-        odd_start = kv_start + tile_n
-        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
-        if GROUP == 0:
-            s = _start_scores(queries, ring, step, CFG)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            p, new, rescale = _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG)
-            _hand_over(handover, p, new, rescale, shared, step, kv_start, seen, cut, CFG)
-            product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-            acc = _end_values(product, handover, ring, step, CFG)
-            if even + 1 < kv_tiles:
-                step += 1
-                wrong, _ = _await_tile(shared, step, odd_start, seen, CFG)
-                product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-                acc = _end_values(product, handover, ring, step, CFG)
-        else:
-            if even + 1 < kv_tiles:
-                wrong, cut = _await_tile(shared, step + 1, odd_start, seen, CFG)
-                s = _start_scores(queries, ring, step + 1, CFG)
-                product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                p, new, rescale = _weigh_tile(
-                    s, state, shared, step + 1, odd_start, seen, score, CFG
-                )
-                acc = _end_values(product, handover, ring, step, CFG)
-                step += 1
-                _hand_over(handover, p, new, rescale, shared, step, odd_start, seen, cut, CFG)
-            product, state = _start_values(handover, ring, step, acc, first_col, CFG)
-            acc = _end_values(product, handover, ring, step, CFG)
-        step += 1
-    return step, acc, state, wrong
-
-
 @gluon.jit
 def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Attend with the queries of each split, for half of the columns of the values."""
@@ -295,6 +124,10 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
     q_tiles = (num_rows + num - 1) // num
     programs = gl.num_programs(0)
     program = gl.program_id(0)
+    if CFG.PAIRED:
+        cluster_barrier()
+        # parts of the second head tiles of pairs come behind those of the first ones
+        program = program // 2 + cluster_rank() * (programs // 2)
     # each consumer combines its columns by itself
     partials = consume.workspace.partials + (2 * programs).to(gl.int64) * (
         GROUP * num * (CFG.half + 2)
@@ -307,6 +140,7 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         None, None, consume.num_splits,
     )  # fmt: skip
     step = 0
+    pairs = 0
     number = 0
     split = Split(*take(shared.splits, number))
     while split.sequence >= 0:
@@ -327,11 +161,16 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         seen = KeysOfSplit(first_row, length, lo, hi, all_lo, all_hi, factor)
         if CFG.COMBINED and GROUP == 0:
-            write_record(consume, split, begins, ends, heads.kv * q_tiles)
+            write_record(consume, split, begins, ends, heads.kv * q_tiles, program)
         mbarrier.wait(handover.queries, number & 1)
-        step, acc, state, wrong = _attend(
-            q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
-        )
+        if CFG.SEESAW:
+            step, pairs, acc, state, wrong = multiply_seesaw(
+                q_smem, handover, shared, consume.score, seen, split, step, pairs, GROUP, CFG
+            )
+        else:
+            step, acc, state, wrong = multiply_in_turns(
+                q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
+            )
         sum_out = gl.convert_layout(state.row_sum, out_rows)
         if CFG.scattered:
             sum_out = gl.where(wrong != 0, float("nan"), sum_out)
@@ -351,6 +190,41 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
                     )  # fmt: skip
         number += 1
         split = Split(*take(shared.splits, number))
+    if CFG.PAIRED:
+        cluster_exit_barrier()
+
+
+@gluon.jit
+def _idle_warps():
+    """What warps without work do: a cluster barrier waits for all threads of the cluster."""
+    cluster_barrier()
+    cluster_exit_barrier()
+
+
+@gluon.jit
+def _latent_ring(k_desc, v_desc, CFG: gl.constexpr):
+    """The `KVRing`; `placed`: with all barriers in one array, whose place CFG knows."""
+    stages: gl.constexpr = CFG.STAGES
+    tile_n: gl.constexpr = CFG.TILE_N
+    values: gl.constexpr = CFG.TILE_DV
+    if CFG.placed:
+        dtype: gl.constexpr = k_desc.dtype
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile_n, values], dtype)
+        v_smem = gl.allocate_shared_memory(dtype, [stages, tile_n, values], layout)
+        k_smem = tiles(k_desc, stages, tile_n)
+        room: gl.constexpr = CFG.bars_room
+        each: gl.constexpr = CFG.first_empty
+        full = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(each):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(full.index(each + i), count=CFG.releases)
+        empty = full
+    else:
+        v_smem = tiles(v_desc, stages, tile_n)
+        k_smem = tiles(k_desc, stages, tile_n)
+        full = barriers(stages, 1)
+        empty = barriers(stages, 2)
+    return KVRing(k_smem, v_smem, full, empty)
 
 
 @gluon.jit(
@@ -393,8 +267,6 @@ def _attn_decode_latent_kernel(
     rest: gl.constexpr = CFG.rest
     values: gl.constexpr = CFG.TILE_DV
     dtype: gl.constexpr = k_desc.dtype
-    v_smem = tiles(v_desc, stages, tile_n)
-    k_smem = tiles(k_desc, stages, tile_n)
     values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, values], dtype)
     rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, rest], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
@@ -404,13 +276,21 @@ def _attn_decode_latent_kernel(
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
-    states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
-    ring = KVRing(k_smem, v_smem, barriers(stages, 1), barriers(stages, 2))
-    handover = Handover(
-        p_smem, states, barriers(1, 1).index(0), barriers(1, 2).index(0), barriers(1, 2).index(0)
-    )
+    ring = _latent_ring(k_desc, v_desc, CFG)
+    if CFG.SEESAW:
+        handover = Exchange(
+            *(p_smem, row_states(CFG), row_states(CFG)),
+            *(barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0)),
+            barriers(1, 2).index(0),
+        )
+    else:
+        states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
+        handover = Handover(
+            *(p_smem, states, barriers(1, 1).index(0)),
+            *(barriers(1, 2).index(0), barriers(1, 2).index(0)),
+        )
     splits = work_channel(SPLIT_FIELDS, 2)
     fence_async_shared()
     keys = VisitedKeys(seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
@@ -422,15 +302,29 @@ def _attn_decode_latent_kernel(
         results, q_ptr, sinks_ptr, score, workspace, strides, None, None, num_splits
     )
     shared = SharedState(ring, StageNotes(positions, flags), splits, keys, first_length, heads)
-    gl.warp_specialize(
-        [
-            (_consume, (consume, shared, q_smem, handover, 0, CFG)),
-            (_consume, (consume, shared, q_smem, handover, 1, CFG)),
-            (produce_tiles, (produce, shared, CFG)),
-        ],
-        [4, 1],
-        [CFG.CONSUMER_REGISTERS, CFG.PRODUCER_REGISTERS],
-    )
+    few: gl.constexpr = CFG.PRODUCER_REGISTERS
+    if CFG.PAIRED:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, q_smem, handover, 0, CFG)),
+                (_consume, (consume, shared, q_smem, handover, 1, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+                (_idle_warps, ()),
+                (_idle_warps, ()),
+            ],
+            [4, 1, 1, 2],
+            [CFG.CONSUMER_REGISTERS, few, few, few],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, q_smem, handover, 0, CFG)),
+                (_consume, (consume, shared, q_smem, handover, 1, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
+            [4, 1],
+            [CFG.CONSUMER_REGISTERS, few],
+        )
 
 
 def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,6 +344,8 @@ def launch_attn_decode_latent(
     q, cache = call.q, call.k_cache
     if q.shape[0] * q.shape[1] * q.shape[2] == 0:
         return
+    head_tiles = cdiv(call.problem.rows, config.ROWS)
+    assert head_tiles % config.pair == programs % config.pair == 0, f"{head_tiles=} {programs=}"
     with on_device_of(q):
         workspace = DecodeWorkspace(
             # two consumers, each with two parts: sums of half the columns, maximum and sum of rows
@@ -462,7 +358,8 @@ def launch_attn_decode_latent(
         values = descriptor(cache, call.page_size, config.v_block())
         args = kernel_arguments(out, lse, call, (rest, values), workspace, config, programs)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
-        launch(_attn_decode_latent_kernel, programs, args, **options)
+        clusters = programs // config.pair
+        launch(_attn_decode_latent_kernel, clusters, args, cluster=config.pair, **options)
         if config.COMBINED:
             tile = (config.ROWS, config.half)
             launch_attn_decode_combine(out, lse, call, workspace, tile, programs)

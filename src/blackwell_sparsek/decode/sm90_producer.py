@@ -14,10 +14,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from ..device.gluon.cluster import (
+    cluster_barrier,
+    cluster_exit_barrier,
+    cluster_rank,
+    copy_tile,
+)
 from ..device.gluon.compat import async_load, thread_barrier
 from ..device.gluon.pipeline import publish
+from ..device.gluon.warps import shared_address
 from ..device.paging import visited_tiles
 from .triton import keys_of_length, keys_seen
+from .tuning import SLICE
 
 # Sequences whose lengths are read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
@@ -30,6 +38,10 @@ LOOKED_UP = gl.constexpr(32)
 SPLIT_COST = gl.constexpr(2)
 # A position past all keys, and far enough from the end of int32 for sums.
 NOWHERE = gl.constexpr(2**30)
+# Columns of a copy by address, its bytes in each row, and the programs of a pair.
+_SLICE = gl.constexpr(SLICE)
+_SLICE_ROW = gl.constexpr(2 * SLICE)
+_BOTH = gl.constexpr(0b11)
 
 
 class Split(NamedTuple):
@@ -180,8 +192,11 @@ def kv_head_of(head_tile, q_tiles):
 
 @gluon.jit
 def find_range(keys, first_length, head_tiles, num_splits, CFG: gl.constexpr):
-    """The `ProgramRange` of this program."""
-    program = gl.program_id(0)
+    """The `ProgramRange` of this program, or of the pair that it belongs to.
+
+    A pair takes two head tiles at once, and counts as one program with one head tile here.
+    """
+    program = gl.program_id(0) // CFG.pair
     sequence = 0
     softmax_start = 0
     origin = 0
@@ -196,7 +211,7 @@ def find_range(keys, first_length, head_tiles, num_splits, CFG: gl.constexpr):
         tile = (program - origin) * range_tiles
         end = gl.where(head_tile < head_tiles, gl.minimum(tile + range_tiles, count), 0)
     else:
-        programs = gl.num_programs(0)
+        programs = gl.num_programs(0) // CFG.pair
         counts = _tiles_of_sequences(keys, 0, CFG)
         total = gl.sum(counts, 0)
         longest = gl.max(counts, 0)
@@ -412,18 +427,139 @@ def _produce_scattered(produce, shared, tables, split, number, step, kv_head, CF
     return step
 
 
+# Copies by address, of parts of a tile, and to both programs of a pair.
+
+
+@gluon.jit
+def _copy_slice(copies, kv_head, bar, column, offset, CFG: gl.constexpr):
+    """Start the copies of 64 columns of a tile; PAIRED: to both programs."""
+    count: gl.constexpr = CFG.copies
+    parameter: gl.constexpr = CFG.parameter
+    for copy in gl.static_range(count):
+        row = copies.rows[copy]
+        place = (copies.slabs[copy], kv_head, row, column + 0 * row)
+        address = shared_address(offset + copy * CFG.copy_keys * _SLICE_ROW)
+        if CFG.PAIRED:
+            copy_tile(parameter, place, bar, address, _BOTH)
+        else:
+            copy_tile(parameter, place, bar, address, None)
+
+
+@gluon.jit
+def _fill_part(ring, step, copies, kv_head, rank, PART: gl.constexpr, CFG: gl.constexpr):
+    """Start the copies of a part of a tile into a stage where it is free; none if not wanted.
+
+    PAIRED: of the slices that this program copies, every other one. Bytes of the partner's may
+    arrive before this program expects them: the phase waits for its arrival all the same.
+    """
+    stage = step % CFG.STAGES
+    index = stage * CFG.parts + PART
+    full = ring.full.index(index)
+    slices: gl.constexpr = CFG.own_slices
+    last: gl.constexpr = CFG.parts - 1 == PART
+    tile_bytes: gl.constexpr = CFG.TILE_N * _SLICE_ROW
+    mbarrier.expect(full, CFG.part_bytes(PART), pred=copies.wanted)
+    mbarrier.arrive(full, count=1, pred=copies.wanted == 0)
+    if copies.wanted:
+        bar = shared_address(CFG.bars_offset + 8 * index)
+        values = CFG.values_offset + stage * (CFG.TILE_N * CFG.TILE_DV * 2)
+        for i in gl.static_range(slices):
+            number = CFG.first_slice(PART, i) + rank
+            _copy_slice(copies, kv_head, bar, number * _SLICE, values + number * tile_bytes, CFG)
+        if last and rank == 0:
+            rest = CFG.rest_offset + stage * tile_bytes
+            _copy_slice(copies, kv_head, bar, CFG.k_column, rest, CFG)
+
+
+@gluon.jit
+def _copies_at(split, tables, starts, slabs, tile, CFG: gl.constexpr):
+    """The `TileCopies` of a tile, from what was looked up or from a contiguous cache."""
+    if CFG.scattered:
+        lane = (tile - split.kv_tile) * CFG.copies % LOOKED_UP
+        copies = copies_of_tile(starts, slabs, lane, tables, CFG)
+    else:
+        start = tile * CFG.TILE_N
+        copies = TileCopies((split.sequence,), (start,), (start,), tile >= 0, 0)
+    return copies
+
+
+@gluon.jit
+def _write_notes(notes, step, copies, wrong, CFG: gl.constexpr):
+    """Tell the consumers of a stage that is empty what they must know of its keys."""
+    stage = step % CFG.STAGES
+    lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nothing = gl.full([1], 0, gl.int32, lane_layout)
+    if CFG.BLOCK_KV is not None:
+        notes.positions.index(stage).store(positions_of(copies.starts, CFG))
+    notes.flags.index(stage).store(nothing + (wrong + 2 * copies.cut))
+    # the one thread that arrives does not wait for the stores of the others
+    thread_barrier()
+
+
+@gluon.jit
+def _take_turn(
+    shared, tables, found, split, tile, step, kv_head, rank, TURN: gl.constexpr, CFG: gl.constexpr
+):
+    """Copy the part of a pair of tiles whose turn it is, once it is empty.
+
+    Notes are written with the part that completes a tile, when both parts of its stage are known to
+    be empty.
+    """
+    odd: gl.constexpr = CFG.copied_tile(TURN)
+    part: gl.constexpr = CFG.copied_part(TURN)
+    if tile + odd < split.kv_end:
+        starts, slabs, wrong = found
+        copies = _copies_at(split, tables, starts, slabs, tile + odd, CFG)
+        now = step + odd
+        index = CFG.first_empty + now % CFG.STAGES * CFG.parts + part
+        mbarrier.wait(shared.ring.empty.index(index), ((now // CFG.STAGES) & 1) ^ 1)
+        if CFG.scattered and CFG.completes(TURN):
+            _write_notes(shared.notes, now, copies, wrong, CFG)
+        _fill_part(shared.ring, now, copies, kv_head, rank, part, CFG)
+
+
+@gluon.jit
+def _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG: gl.constexpr):
+    """Publish a split and fetch its tiles pair by pair, in turns; returns the next step."""
+    turns: gl.constexpr = 2 * CFG.parts
+    copies_each: gl.constexpr = CFG.copies
+    last = split.kv_end * copies_each
+    blocks = read_blocks(tables, split.kv_tile * copies_each, last, CFG)
+    publish(shared.splits, number, split)
+    starts = blocks
+    slabs = blocks
+    wrong = 0
+    for tile in range(split.kv_tile, split.kv_end, 2):
+        if CFG.scattered:  # noqa: SIM102
+            if (tile - split.kv_tile) * copies_each % LOOKED_UP == 0:
+                starts, slabs, more_wrong = look_up(tables, blocks, tile * copies_each, last, CFG)
+                wrong = wrong | more_wrong
+                blocks = read_blocks(tables, tile * copies_each + LOOKED_UP, last, CFG)
+        found = (starts, slabs, wrong)
+        for turn in gl.static_range(turns):
+            _take_turn(shared, tables, found, split, tile, step, kv_head, rank, turn, CFG)
+        step += gl.minimum(split.kv_end - tile, 2)
+    return step
+
+
 @gluon.jit
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Find this program's range, publish its splits and keep the ring full."""
     keys = shared.keys
     first_length = shared.first_length
+    rank = 0
+    if CFG.pair > 1:
+        cluster_barrier()
+        rank = cluster_rank()
     if CFG.SINGLE:
         # nothing that an earlier kernel may have written is read before this
         gdc_wait()
         first_length = gl.load(keys.seqlens_ptr)
     q_tiles = (keys.q_len * shared.heads.group + CFG.ROWS - 1) // CFG.ROWS
-    head_tiles = shared.heads.kv * q_tiles
+    head_tiles = shared.heads.kv * q_tiles // CFG.pair
     mine = find_range(keys, first_length, head_tiles, produce.num_splits, CFG)
+    # parts of the second head tiles of pairs come behind those of the first ones
+    origin = mine.origin + rank * (gl.num_programs(0) // CFG.pair)
     tile = mine.tile
     sequence = mine.sequence
     head_tile = mine.head_tile
@@ -437,12 +573,13 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         if tile < stop:
             first = tile + first_tile - softmax_start
             until = stop + first_tile - softmax_start
+            own_tile = head_tile * CFG.pair + rank
             split = Split(
-                sequence, head_tile, kv_len, first, until, mine.origin, softmax_start, count,
+                sequence, own_tile, kv_len, first, until, origin, softmax_start, count,
                 mine.range_tiles,
             )  # fmt: skip
-            kv_head = kv_head_of(head_tile, q_tiles)
-            if CFG.scattered:
+            kv_head = kv_head_of(own_tile, q_tiles)
+            if CFG.scattered or CFG.placed:
                 list_ptr = produce.list_ptr
                 if CFG.BLOCK_KV is not None:
                     list_ptr += (
@@ -456,9 +593,12 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                     list_ptr, page_table_ptr, keys.num_blocks, produce.num_pages, kv_lo, kv_hi,
                     keys.capacity, sequence,
                 )  # fmt: skip
-                step = _produce_scattered(
-                    produce, shared, tables, split, number, step, kv_head, CFG
-                )
+                if CFG.placed:
+                    step = _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG)
+                else:
+                    step = _produce_scattered(
+                        produce, shared, tables, split, number, step, kv_head, CFG
+                    )
             else:
                 step = _produce_contiguous(produce, shared, split, number, step, kv_head, CFG)
             number += 1
@@ -470,3 +610,6 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
             sequence += 1
     # no sequence: the end
     publish(shared.splits, number, Split(-1, 0, 0, 0, 0, 0, 0, 0, 1))
+    if CFG.pair > 1:
+        # a program must not end while its partner may still arrive at its barriers
+        cluster_exit_barrier()

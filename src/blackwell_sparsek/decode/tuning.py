@@ -147,6 +147,16 @@ class DecodeSm90Config:
         return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
 
     @property
+    def pair(self) -> int:
+        """Programs of a cluster that share copies."""
+        return 1
+
+    @property
+    def placed(self) -> bool:
+        """Whether copies go to addresses in shared memory, rather than through Gluon."""
+        return False
+
+    @property
     def packed(self) -> int:
         """Values of the cache in one copied element."""
         return 4 if self.WORDS else 1
@@ -291,9 +301,29 @@ def _combined(rows: int, parts: int) -> bool:
 # Latent caches: `sm90_latent.py`.
 
 
+class LatentVariant(NamedTuple):
+    """Which of the ways that `sm90_latent.py` can go; names as in `LatentConfig`."""
+
+    paired: bool = False
+    seesaw: bool = False
+    halves: bool = False
+
+
+# What `latent_launch` takes where a problem allows it. Only this one was timed on a GPU.
+LATENT_VARIANT = LatentVariant()
+# Columns of a copy by address: 128 bytes, the span of the swizzle.
+SLICE = 64
+
+
 @dataclass(frozen=True)
 class LatentConfig:
-    """Everything `sm90_latent.py` is specialised on; names as in `DecodeSm90Config`."""
+    """Everything `sm90_latent.py` is specialised on; names as in `DecodeSm90Config`.
+
+    PAIRED: the two programs of a cluster take two head tiles of the same keys, and each copies half
+    of the columns of a tile to both. SEESAW: each consumer multiplies the weights that it computed
+    first, those of the other after that. HALVES: the two halves of the values' columns have
+    barriers of their own, and are released and copied separately.
+    """
 
     PAGE_SIZE: int | None
     BLOCK_KV: int | None
@@ -307,9 +337,22 @@ class LatentConfig:
     CONSUMER_REGISTERS: int = 232
     SINGLE: bool = False
     COMBINED: bool = False
+    PAIRED: bool = False
+    SEESAW: bool = False
+    HALVES: bool = False
 
     def __post_init__(self) -> None:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
+
+    @property
+    def pair(self) -> int:
+        """Programs of a cluster that share copies."""
+        return 2 if self.PAIRED else 1
+
+    @property
+    def placed(self) -> bool:
+        """Whether copies go to addresses in shared memory, rather than through Gluon."""
+        return self.PAIRED or self.HALVES
 
     @property
     def half(self) -> int:
@@ -346,8 +389,119 @@ class LatentConfig:
         return (1, 1, self.copy_keys, self.rest)
 
     def v_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of values."""
-        return (1, 1, self.copy_keys, self.TILE_DV)
+        """Shape of a copy of values; `placed`: of a slice, as for the columns behind them."""
+        return (1, 1, self.copy_keys, SLICE if self.placed else self.TILE_DV)
+
+    # Parts of a tile that have barriers of their own. The last one has the columns behind the
+    # values too.
+
+    @property
+    def parts(self) -> int:
+        """Parts of a tile."""
+        return 2 if self.HALVES else 1
+
+    @property
+    def own_slices(self) -> int:
+        """Slices of values in a part that each program of a pair copies."""
+        return self.TILE_DV // SLICE // self.parts // self.pair
+
+    def first_slice(self, part: int, i: int) -> int:
+        """The `i`-th of them in the first program; in the second it is the next one."""
+        return (part * self.own_slices + i) * self.pair
+
+    def part_bytes(self, part: int) -> int:
+        """Bytes that arrive at the barrier of a part."""
+        columns = self.TILE_DV // self.parts + (self.rest if part == self.parts - 1 else 0)
+        return 2 * self.TILE_N * columns
+
+    def copied_tile(self, turn: int) -> int:
+        """0 or 1: the tile of a pair that is copied, part of, in this turn of `2 * parts`."""
+        return self._copied[turn][0]
+
+    def copied_part(self, turn: int) -> int:
+        """The part of that tile."""
+        return self._copied[turn][1]
+
+    @property
+    def _copied(self) -> tuple[tuple[int, int], ...]:
+        """Tile and part of each turn, in the order in which consumers release them.
+
+        With SEESAW the first halves to be released are those that consumers multiply with their own
+        weights: the left one of the even tile, the right one of the odd tile.
+        """
+        if self.HALVES and self.SEESAW:
+            return ((0, 0), (1, 1), (0, 1), (1, 0))
+        return tuple((tile, part) for tile in range(2) for part in range(self.parts))
+
+    def completes(self, turn: int) -> bool:
+        """Whether a tile is complete with the part that is copied in this turn."""
+        return self.copied_tile(turn) not in [tile for tile, _ in self._copied[turn + 1 :]]
+
+    # `placed`: where allocations begin in shared memory, in bytes.
+
+    @property
+    def _places(self) -> dict[str, int]:
+        """Triton lays out larger allocations first, and those of the same size in program order."""
+        sizes = {
+            "values": 2 * self.STAGES * self.TILE_N * self.TILE_DV,
+            "queries": 2 * self.ROWS * self.TILE_DV,
+            "rest": 2 * self.STAGES * self.TILE_N * self.rest,
+            "rest of queries": 2 * self.ROWS * self.rest,
+            "weights": 2 * self.ROWS * self.TILE_N,
+            # SEESAW: several that are smaller than the barriers
+            "states": 0 if self.SEESAW else 4 * self.ROWS * 3,
+            "barriers": 8 * self.bars_room,
+        }
+        places, end = {}, 0
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            places[name] = end
+            end += sizes[name]
+        return places
+
+    @property
+    def bars_room(self) -> int:
+        """Barriers that are allocated: more bytes than anything else that is not in `_places`.
+
+        These are states of rows, positions, and what Triton hands to its roles, up to 512 bytes.
+        """
+        return 80
+
+    @property
+    def values_offset(self) -> int:
+        """Where the values of the first stage begin."""
+        return self._places["values"]
+
+    @property
+    def rest_offset(self) -> int:
+        """Where the columns behind the values of the first stage begin."""
+        return self._places["rest"]
+
+    @property
+    def bars_offset(self) -> int:
+        """Where barriers begin: those of full parts of all stages, then those of empty parts."""
+        return self._places["barriers"]
+
+    @property
+    def first_empty(self) -> int:
+        """Index of the first barrier of empty parts."""
+        return self.STAGES * self.parts if self.placed else 0
+
+    @property
+    def releases(self) -> int:
+        """Arrivals that make a part empty: of consumers, PAIRED: of each warp in both programs."""
+        return (1 if self.HALVES else 2) * (4 * self.pair if self.PAIRED else 1)
+
+    def placed_barriers(self) -> list[tuple[int, int]]:
+        """Offset in shared memory and arrivals of each barrier that is found by its address."""
+        if not self.placed:
+            return []
+        arrivals = [1] * (self.STAGES * self.parts) + [self.releases] * (self.STAGES * self.parts)
+        return [(self.bars_offset + 8 * i, count) for i, count in enumerate(arrivals)]
+
+    @property
+    def parameter(self) -> str:
+        """What PTX calls the descriptor of the cache: before it come out, lse and q."""
+        return "_attn_decode_latent_kernel_param_3"
 
     def scores_layout(self) -> object:
         """Register layout of scores [ROWS, TILE_N]."""
@@ -370,7 +524,17 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
     scattered = problem.page_size is not None or problem.block_size is not None
     registers = 64 if scattered else 40
     rows, programs = min(problem.rows, LatentConfig.ROWS), problem.arch.num_sms
-    softmaxes = problem.batch * problem.heads_kv * cdiv(problem.rows, LatentConfig.ROWS)
-    combined = _combined(rows, programs // softmaxes)
-    config = LatentConfig(problem.page_size, problem.block_size, registers, COMBINED=combined)
-    return LatentLaunch(config, programs)
+    head_tiles = cdiv(problem.rows, LatentConfig.ROWS)
+    softmaxes = problem.batch * problem.heads_kv * head_tiles
+    # both head tiles of a pair read the same keys, so they belong to one KV head
+    paired = LATENT_VARIANT.paired and head_tiles % 2 == 0
+    config = LatentConfig(
+        problem.page_size,
+        problem.block_size,
+        registers,
+        COMBINED=_combined(rows, programs // softmaxes),
+        PAIRED=paired,
+        SEESAW=LATENT_VARIANT.seesaw,
+        HALVES=LATENT_VARIANT.halves,
+    )
+    return LatentLaunch(config, programs // config.pair * config.pair)

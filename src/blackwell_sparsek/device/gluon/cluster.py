@@ -58,7 +58,7 @@ def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
     `programs` is the bit mask of the ranks that receive it (multicast), each at its own `address`
     and `bar`; None means this program alone. `parameter` is the PTX name of the kernel parameter
     that holds the descriptor, because Triton 3.6 cannot pass one to inline assembly. There are two
-    or three `coordinates`. Triton would fence a copy that it knows about from every other use of
+    to four `coordinates`. Triton would fence a copy that it knows about from every other use of
     the same allocation, and such a fence waits for loads; it does not fence this one. Called by one
     warp.
     """
@@ -67,8 +67,8 @@ def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
         "{ .reg .pred p; .reg .b32 t; .reg .b16 m; .reg .b64 d; mov.u32 t, %laneid; "
         "setp.eq.u32 p, t, 0; cvt.u16.u32 m, $3; mov.b64 d, "
     )
-    dims: gl.constexpr = ("2d", "3d")[len(coordinates) - 2]
-    operands: gl.constexpr = ("{$5, $4}", "{$6, $5, $4}")[len(coordinates) - 2]
+    dims: gl.constexpr = ("2d", "3d", "4d")[len(coordinates) - 2]
+    operands: gl.constexpr = ("{$5, $4}", "{$6, $5, $4}", "{$7, $6, $5, $4}")[len(coordinates) - 2]
     copy: gl.constexpr = "; cvta.param.u64 d, d; @p cp.async.bulk.tensor."
     kind: gl.constexpr = ".shared::cluster.global.mbarrier::complete_tx::bytes"
     to_many: gl.constexpr = ".multicast::cluster" if many else ""
@@ -93,10 +93,16 @@ def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
             *(asm, "=r,r,r,r,r,r,~{memory}", [bar, address, bits, row, col]),
             *(gl.int32, False, 1),
         )
-    else:
+    elif len(coordinates) == 3:
         plane, row, col = coordinates
         gl.inline_asm_elementwise(
             *(asm, "=r,r,r,r,r,r,r,~{memory}", [bar, address, bits, plane, row, col]),
+            *(gl.int32, False, 1),
+        )
+    else:
+        slab, plane, row, col = coordinates
+        gl.inline_asm_elementwise(
+            *(asm, "=r,r,r,r,r,r,r,r,~{memory}", [bar, address, bits, slab, plane, row, col]),
             *(gl.int32, False, 1),
         )
 
