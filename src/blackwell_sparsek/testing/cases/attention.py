@@ -498,14 +498,14 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
     BackwardSm90(96, 96, whole_scores=False, head_splits=2, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, head_splits=4, max_spill_bytes=192),
-    BackwardSm90(256, 256, max_spill_bytes=256),
-    BackwardSm90(256, 256, softcap=True, max_spill_bytes=384),
-    BackwardSm90(256, 256, (128, 128), max_spill_bytes=768),
+    BackwardSm90(256, 256, max_spill_bytes=384),
+    BackwardSm90(256, 256, softcap=True, max_spill_bytes=544),
+    BackwardSm90(256, 256, (128, 128), max_spill_bytes=1536),
     BackwardSm90(256, 256, ordered=True, max_spill_bytes=448),
-    BackwardSm90(192, 128, max_spill_bytes=64),
+    BackwardSm90(192, 128, max_spill_bytes=112),
     BackwardSm90(192, 128, packed=True, max_spill_bytes=160),
     BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=672),
-    BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=64),
+    BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=112),
 )
 # The code for masked tiles spills, and so do warps that must find work with 24 registers.
 SPLIT_SM90 = (
