@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..device.gluon.cluster import arrive_at_all
+from ..device.gluon.compat import EARLY_DESCRIPTORS, placed
 from ..device.gluon.partials import columns_of
 from ..device.gluon.pipeline import drop_dead_values
 from ..device.gluon.warps import shared_address
@@ -153,7 +154,14 @@ def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
         wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
         s = warpgroup_mma(front.slice(half, half, dim=1), right, s, is_async=True)
     else:
-        s = warpgroup_mma(front, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = nothing
+        # together, the descriptors of 32 products would all be computed first
+        parts: gl.constexpr = 4 if EARLY_DESCRIPTORS else 1
+        width: gl.constexpr = 2 * half // parts
+        for i in gl.static_range(parts):
+            q = queries.front.index(placed(zero)).slice(i * width, width, dim=1)
+            some = ring.v.index(placed(stage)).slice(i * width, width, dim=1).permute((1, 0))
+            s = warpgroup_mma(q, some, s, use_acc=i > 0, is_async=True)
     s = warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
     return s, wrong, cut
 

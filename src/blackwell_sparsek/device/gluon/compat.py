@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What Gluon names differently from one release of Triton to the next, under its newest names."""
+"""What differs from one release of Triton to the next: names, here the newest, and descriptors."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from ...core.compat import triton_version
 
 # LLVM of Triton 3.9 computes the descriptors of many WGMMA before the first of them. They do not
 # fit into uniform registers, and ptxas moves each back by R2UR.
-_EARLY_DESCRIPTORS = gl.constexpr((triton_version() or (0, 0)) >= (3, 9))
+EARLY_DESCRIPTORS = gl.constexpr((triton_version() or (0, 0)) >= (3, 9))
 
 # Wait for all threads of this role. `gl.barrier` since Triton 3.7.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -51,7 +51,7 @@ def reinterpret(smem, dtype, shape, layout, _semantic=None):
 @gluon.jit
 def placed(index):
     """An index of tiles whose descriptors are to be computed here, and not earlier."""
-    if _EARLY_DESCRIPTORS:
+    if EARLY_DESCRIPTORS:
         index = gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,~{memory}", [index], gl.int32, False, 1
         )
