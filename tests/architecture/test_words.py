@@ -20,7 +20,9 @@ RULES = {
     "exponentials": (
         r"\.exp2?\(",
         True,
-        {"device/softmax.py", "device/backprop.py", "device/scores.py", "device/epilogue.py"},
+        # sparsek is no softmax: a logistic distribution gives it a first guess
+        {"device/softmax.py", "device/backprop.py", "device/scores.py", "device/epilogue.py"}
+        | {"sparsek/triton.py"},
     ),
     "causal and window": (r"(?i)causal|window", True, {"device/masks.py", "device/schedule.py"}),
     "pickle": (r"\btorch\.(load|save)\b|\bpickle\b", False, set()),

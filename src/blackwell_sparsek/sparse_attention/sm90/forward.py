@@ -181,7 +181,7 @@ class Keys(NamedTuple):
 
     place: Any
     every_last: Any
-    """The last key that causal leaves to the first query."""
+    """The last key that no query of the tile is too early for."""
     near_first: Any
     """The first key near the first query."""
     near_last: Any
