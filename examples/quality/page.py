@@ -3,9 +3,9 @@
 import json
 import pathlib
 
-from blackwell_sparsek.bench.report.charts import WIDTH, Line, Plot, line_chart
+from blackwell_sparsek.bench.report.charts import Line, Plot, line_chart
 from blackwell_sparsek.bench.report.figures import Figure
-from blackwell_sparsek.bench.report.page import standalone
+from blackwell_sparsek.bench.report.page import STANDALONE, standalone
 from blackwell_sparsek.bench.report.tables import table
 
 HERE = pathlib.Path(__file__).parent
@@ -64,17 +64,20 @@ def best(model, row):
 
 
 def plot_of(model):
-    """Scores over densities, with the dense model as a level."""
+    """Scores over densities, with a dashed line for the dense model."""
     (dense,) = (row for row in model["rows"] if row["family"] == "dense")
     lines, level = lines_of(model), best(model, dense)
+    legend = {line.name: COLOURS[line.name] for line in lines}
     title = f"{model['name']}: {model['measure']}"
-    # perplexities differ by factors
-    is_log = model["measure"] == "perplexity"
-    plot = Plot(title, "density", "", lines, y_log=is_log, level=level)
-    names = [line.name for line in lines]
-    legend = {name: COLOURS[name] for name in names}
+    if model["measure"] == "perplexity":
+        # they differ by factors
+        plot = Plot(title, "density", "", lines, level=level)
+    else:
+        densities = [density for line in lines for density, _ in line.points]
+        ends = [(min(densities), level), (max(densities), level)]
+        plot = Plot(title, "density", "", [*lines, Line("dense", ends, is_dashed=True)])
     words = f"{model['measure'].capitalize()} of the {model['name']} model over density"
-    return Figure(words, [line_chart(plot, COLOURS, width=WIDTH)], legend)
+    return Figure(words, [line_chart(plot, COLOURS, width=STANDALONE)], legend)
 
 
 def file_of(model):
