@@ -120,12 +120,16 @@ def test_rows_that_are_cut(device):
     x = activations(5, w.shape[1], device=device)
     small = replace(spmm.spmm_fp8_config(problem()), tile_m=16, tile_n=16, tile_k=16, chunk=3)
     made = []
+    planned = plan.spmm_plan
 
     def cut(*args):
-        made.append(plan.spmm_plan(*args))
+        made.append(planned(*args))
         return made[-1]
 
-    with mock.patch.multiple(spmm, spmm_fp8_config=lambda p: small, spmm_plan=cut):
+    with (
+        mock.patch.object(spmm, "spmm_fp8_config", lambda p: small),
+        mock.patch.object(plan, "spmm_plan", cut),
+    ):
         check(x, w.T, "triton")
     assert made[0].n_split_rows > 0
 
