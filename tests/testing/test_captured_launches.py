@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 pytest.importorskip("triton")
 
 from blackwell_sparsek.core.env import environment_for_compiler
+from blackwell_sparsek.testing.captured_launches import captured_launches
 
 PROGRAM = """
 import json
@@ -78,3 +80,16 @@ def test_a_case_has_the_arguments_and_options_of_the_launch(found):
         "TILE_COLS": "constexpr",
     }
     assert found["constants"] == [8, 128]
+
+
+def test_modules_that_load_names_late_are_left_alone(monkeypatch):
+    late = ModuleType("late")
+
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    late.__getattr__ = missing
+    monkeypatch.setitem(sys.modules, "late", late)
+    with captured_launches() as found:
+        pass
+    assert found == []

@@ -42,11 +42,12 @@ def captured_launches(sm: int = 90) -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, tuple(args), options))
 
     gpu = replace(_GPU, sm=sm)
-    # modules import `arch_of` by name, so each needs the patch
+    # modules import `arch_of` by name, so each needs the patch; a module that loads its names when
+    # asked for them would fail here if one of its packages is missing
     modules = [
         module
         for module in list(sys.modules.values())
-        if getattr(module, "arch_of", None) is arch.arch_of
+        if getattr(module, "__dict__", {}).get("arch_of") is arch.arch_of
     ]
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launcher, "launch_kernel", note))
