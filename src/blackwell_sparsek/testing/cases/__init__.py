@@ -6,6 +6,7 @@ KERNELS = (
     "attn_bwd_keys_sm90",
     "attn_bwd_queries_sm90",
     "attn_bwd_round",
+    "attn_bwd_round_keys",
     "attn_bwd_rows",
     "attn_bwd_sm90",
     "attn_bwd_visits",
