@@ -37,6 +37,7 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 SEED = 20240229
+COMPILING = ("test_all_kernels", "test_releases", "test_sizes_of_one")
 ON_GPU = HAS_GPU and not triton_interpreted()
 
 try:
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("gpu")
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    # compilations take minutes: first, so that the last of them does not run alone
+    items.sort(key=lambda item: not item.path.name.startswith(COMPILING))
 
 
 @pytest.fixture
