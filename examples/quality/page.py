@@ -176,8 +176,8 @@ def page(document):
         "```bash\n"
         "python examples/quality/run.py --model my-model --length 4096 -o my-model.json\n"
         "```\n\n"
-        "`python examples/quality/run.py` repeats the runs of this page in less than an hour on "
-        "one core, `python examples/quality/page.py` writes the page."
+        "`python examples/quality/run.py` trains and judges all of this again, "
+        "`python examples/quality/page.py` writes the page."
     )
     return "\n\n".join(parts) + "\n"
 
