@@ -98,6 +98,7 @@ from .forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
+    SLACK,
     KvStages,
     await_outputs,
     await_stage,
@@ -113,9 +114,6 @@ from .forward_stages import (
 )
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
-# their precision, and fp16 holds them.
-SLACK = gl.constexpr(8)
 # Keys of half a tile.
 HALF = gl.constexpr(64)
 # Values that are zeroed at a time.

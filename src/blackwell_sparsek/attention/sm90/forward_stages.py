@@ -14,6 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from ...launch.descriptors import GROUP_ROWS
 
 ROWS = gl.constexpr(GROUP_ROWS)
+# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
+# their precision, and fp16 holds them.
+SLACK = gl.constexpr(8)
 # Arrays of barriers of the rings, in the order in which they lie behind the tiles.
 FULL_K = gl.constexpr(0)
 EMPTY_K = gl.constexpr(1)

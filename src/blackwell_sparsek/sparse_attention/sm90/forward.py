@@ -35,6 +35,7 @@ from ...attention.sm90.forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
+    SLACK,
     KvStages,
     await_outputs,
     await_stage,
@@ -93,8 +94,6 @@ from ..triton.walk import (
 from .tuning import SparseAttnSm90Config, sparse_attn_sm90_config
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Weights grow to 2**SLACK before the sums of a row are scaled, see `attention.sm90.forward`.
-SLACK = gl.constexpr(8)
 # What the note of a KV tile says, besides its first key: bits of one word. Bit FIRST_USER + i says
 # that consumer i has rows with these keys.
 MASKED = gl.constexpr(1)
