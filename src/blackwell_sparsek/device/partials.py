@@ -13,7 +13,7 @@ identified by the program that begins it.
 import triton
 import triton.language as tl
 
-from .softmax import init_state, join_states
+from .softmax import init_state, safe_shift
 
 # Parts read at a time: enough loads in flight to hide the latency of the L2.
 PARTS = tl.constexpr(16)
@@ -87,23 +87,40 @@ def merge_parts(
 ):
     """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
 
-    A thread holds the same columns of all parts, so that no thread waits for another.
+    A thread holds the same columns of all parts, so that no thread waits for another: parts are
+    tensors of their own, because Triton may spread a dimension of them over threads (3.9 does).
     """
     rows, columns = merged_places(first_row, TILE_DV, ROWS)
-    live_row = (rows < num_rows)[:, None, None]
-    m_log2, row_sum = init_state(rows[:, None])
+    m_log2, row_sum = init_state(rows)
     acc = tl.zeros(columns.shape, tl.float32)
-    inside = (rows[:, None] * TILE_DV + columns)[:, None, :]
+    inside = rows[:, None] * TILE_DV + columns
     for first in range(0, num_parts, PARTS):
-        part = first + tl.arange(0, PARTS)[None, :, None]
-        slot = part_slot(first_program + part, first_program)
-        live = (part < num_parts) & live_row
-        state = state_ptr + slot * (2 * TILE_M) + rows[:, None, None]
-        # bypass the L1, which does not see what other SMs write
-        m_parts = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
-        sum_parts = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
-        offsets = tl.cast(slot, tl.int64) * (TILE_M * TILE_DV) + inside
-        parts = tl.load(acc_ptr + offsets, live, other=0.0, cache_modifier=".cg")
-        m_log2, row_sum, rescale, factors = join_states(m_log2, row_sum, m_parts, sum_parts)
-        acc = acc * rescale + tl.sum(parts * factors, 1)
-    return tl.reshape(m_log2, rows.shape), tl.reshape(row_sum, rows.shape), acc
+        m_parts = ()
+        sum_parts = ()
+        parts = ()
+        # all loads are on their way before one is used
+        for i in tl.static_range(PARTS):
+            slot = part_slot(first_program + first + i, first_program)
+            live = (first + i < num_parts) & (rows < num_rows)
+            state = state_ptr + slot * (2 * TILE_M) + rows
+            # bypass the L1, which does not see what other SMs write
+            m_part = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
+            sum_part = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
+            part_ptr = acc_ptr + tl.cast(slot, tl.int64) * (TILE_M * TILE_DV)
+            part = tl.load(part_ptr + inside, live[:, None], other=0.0, cache_modifier=".cg")
+            m_parts = m_parts + (m_part,)  # noqa: RUF005
+            sum_parts = sum_parts + (sum_part,)  # noqa: RUF005
+            parts = parts + (part,)  # noqa: RUF005
+        m_new = m_log2
+        for i in tl.static_range(PARTS):
+            m_new = tl.maximum(m_new, m_parts[i])
+        shift = safe_shift(m_new)
+        rescale = tl.exp2(m_log2 - shift)
+        m_log2 = m_new
+        row_sum *= rescale
+        acc *= rescale[:, None]
+        for i in tl.static_range(PARTS):
+            factor = tl.exp2(m_parts[i] - shift)
+            row_sum += sum_parts[i] * factor
+            acc += parts[i] * factor[:, None]
+    return m_log2, row_sum, acc

@@ -25,7 +25,7 @@ def init_state(q_pos):
 
 
 @triton.jit
-def _safe_shift(m_log2):
+def safe_shift(m_log2):
     """The shift to subtract from exponents: the maximum, or 0 for rows that have seen no key."""
     return tl.where(m_log2 == -float("inf"), 0.0, m_log2)
 
@@ -65,7 +65,7 @@ def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0, HEADROOM: tl
         m_new = tl.where(m_new > m_log2 + SLACK, m_new, m_log2)
     else:
         m_new = tl.maximum(m_log2, m_new)
-    shift = _safe_shift(m_new)
+    shift = safe_shift(m_new)
     return m_new, shift, tl.exp2(m_log2 - shift)
 
 
@@ -93,7 +93,7 @@ def softmax_step_down(m_log2, sums, s, scale_log2):
     `sums` [keys, rows] are not yet reduced over keys.
     """
     m_new = tl.maximum(m_log2, tl.max(s, 0) * scale_log2)
-    shift = _safe_shift(m_new)
+    shift = safe_shift(m_new)
     p = tl.exp2(s * scale_log2[None, :] - shift[None, :])
     rescale = tl.exp2(m_log2 - shift)
     return m_new, sums * rescale[None, :] + p, p, rescale
@@ -104,7 +104,7 @@ def add_sink(m_log2, row_sum, sink):
     """Add one more logit (natural units) without a value; returns the state and rescale factor."""
     sink_log2 = sink.to(tl.float32) * LOG2_E
     m_new = tl.maximum(m_log2, sink_log2)
-    shift = _safe_shift(m_new)
+    shift = safe_shift(m_new)
     rescale = tl.exp2(m_log2 - shift)
     return m_new, row_sum * rescale + tl.exp2(sink_log2 - shift), rescale
 
@@ -116,7 +116,7 @@ def join_state(m_log2, row_sum, m_part, sum_part):
     Returns the new state, and the factors for the older accumulators and for those of the other.
     """
     m_new = tl.maximum(m_log2, m_part)
-    shift = _safe_shift(m_new)
+    shift = safe_shift(m_new)
     rescale = tl.exp2(m_log2 - shift)
     factor = tl.exp2(m_part - shift)
     return m_new, row_sum * rescale + sum_part * factor, rescale, factor
@@ -129,7 +129,7 @@ def join_states(m_log2, row_sum, m_parts, sum_parts):
     Returns the new state, the factor for its older accumulators, and the factor for each part's.
     """
     m_new = tl.maximum(m_log2, tl.max(m_parts, 1))
-    shift = _safe_shift(m_new)
+    shift = safe_shift(m_new)
     rescale = tl.exp2(m_log2 - shift)
     factors = tl.exp2(m_parts - shift[:, None, :])
     return m_new, row_sum * rescale + tl.sum(sum_parts * factors, 1), rescale, factors
