@@ -51,6 +51,7 @@ def test_groups_hold_suites_and_all_holds_all():
         "training",
         "bsr_training",
         "decode",
+        "distributed",
         "serving",
         "append",
         "fp8_attention",

@@ -9,6 +9,7 @@ from . import (
     attention,
     bsr_training,
     decode,
+    distributed,
     first_call,
     fp8,
     gradients,
@@ -24,7 +25,7 @@ from . import (
 
 _MODULES = (
     *(matmul, bsr_training, attention, gradients, decode, serving, mla),
-    *(fp8, sparse_attention, selection, host, new_sizes, jax_attention, first_call),
+    *(fp8, sparse_attention, selection, host, new_sizes, distributed, jax_attention, first_call),
 )
 SUITES: dict[str, Suite] = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {
