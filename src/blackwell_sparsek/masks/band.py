@@ -41,6 +41,7 @@ class Band(NamedTuple):
 
 
 EVERYTHING = Band(None, None)
+CAUSAL = Band(None, 0)
 
 
 def band_of(op: str, causal: bool, window: int | tuple[int | None, int | None] | None) -> Band:

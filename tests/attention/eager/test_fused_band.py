@@ -44,7 +44,7 @@ def test_bands_match_the_oracle(covered, band, lengths):
 @pytest.mark.parametrize(
     "change",
     [
-        {"band": Band(None, 0)},
+        {"band": Band(None, 1)},
         {"band": Band(3, None)},
         {"softcap": 5.0},
         {"sinks": torch.zeros(2)},

@@ -18,7 +18,7 @@ from ...calls.attention import (
     empty_out,
     heads_are_inner,
 )
-from ...masks.band import Band
+from ...masks.band import CAUSAL, EVERYTHING, Band
 from ...masks.block_mask import BlockMask
 from .operands import (
     BlockRows,
@@ -88,6 +88,8 @@ def _attend(
     extent: Extent,
     guarded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if not guarded and _is_whole(q, k, v, spec, extent):
+        return _attend_whole(q, k, v, spec)
     batch, heads_q, sq, _ = q.shape
     dtype = compute_dtype(q.dtype)
     ops = operands(q, k, v, spec, extent, guarded)
@@ -280,7 +282,54 @@ def sink_rows(ops: Operands, layout: BlockRows, block: int) -> torch.Tensor | No
     return to_query_rows(per_query, layout, block)
 
 
-# The interior of a band on a CPU: all tiles of queries in one call of PyTorch's fused attention.
+# PyTorch's fused attention on a CPU, which takes whole squares and triangles, and masks of tiles.
+
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _is_fusible(q: torch.Tensor, v: torch.Tensor, spec: AttnSpec) -> bool:
+    """Whether the fused kernel computes these scores, and an lse of full precision."""
+    return (
+        q.device.type == "cpu"
+        # for 16-bit types the fused kernel's exp, and thus lse, has an error of 1e-4
+        and q.dtype == torch.float32
+        and spec.softcap == 0.0
+        and spec.sinks is None
+        and not spec.is_biased
+        and q.shape[-1] == v.shape[-1]
+        and q.numel() > 0
+    )
+
+
+def _is_whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, extent: Extent
+) -> bool:
+    """Whether every query sees all keys, or all up to its own in a square."""
+    is_triangle = spec.band == CAUSAL and extent.sq == extent.sk
+    return (
+        spec.block_mask is None
+        and (spec.band == EVERYTHING or is_triangle)
+        and k.numel() > 0
+        and _is_fusible(q, v, spec)
+    )
+
+
+def _attend_whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group, causal = q.shape[1] // k.shape[1], spec.band == CAUSAL
+    if group == 1:
+        out, lse = _FUSED(q, k, v, 0.0, causal, scale=spec.scale)
+        return out.contiguous(), lse.contiguous()
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=q.dtype)
+    # one query head of every group at a time, so that keys are not repeated in memory
+    for nth in range(group):
+        heads = slice(nth, None, group)
+        out[:, heads], lse[:, heads] = _FUSED(q[:, heads], k, v, 0.0, causal, scale=spec.scale)
+    return out, lse
+
+
+# The interior of a band on a CPU: all tiles of queries in one call of the fused kernel.
 #
 # Away from the ends of a sequence, every tile of queries sees the same number of keys, shifted by
 # the tile. Overlapping views of k and v (no copy) turn these tiles into a batch with a single mask.
@@ -288,7 +337,6 @@ def sink_rows(ops: Operands, layout: BlockRows, block: int) -> torch.Tensor | No
 TILE_Q = 64
 # With fewer tiles, most of the work is in the two ends, which are not done here.
 MIN_TILES = 4
-_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_inside(
@@ -342,18 +390,7 @@ def attend_inside(
 def _inside(q: torch.Tensor, v: torch.Tensor, spec: AttnSpec, extent: Extent) -> tuple[int, int]:
     """First and one past the last tile of queries whose window lies within the keys."""
     band = spec.band
-    usable = (
-        q.device.type == "cpu"
-        # for 16-bit types the fused kernel's exp, and thus lse, has an error of 1e-4
-        and q.dtype == torch.float32
-        and None not in (band.left, band.right)
-        and spec.softcap == 0.0
-        and spec.sinks is None
-        and not spec.is_biased
-        and q.shape[-1] == v.shape[-1]
-        and q.numel() > 0
-    )
-    if not usable:
+    if None in (band.left, band.right) or not _is_fusible(q, v, spec):
         return 0, 0
     left, right = band.scalars()
     shift = extent.sk - extent.sq

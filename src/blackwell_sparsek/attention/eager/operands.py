@@ -1,5 +1,6 @@
 """q, k and v in the shapes of batched products, and the sizes of the steps over them."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -109,12 +110,12 @@ def operands(
 def may_be_nonfinite(*tensors: torch.Tensor) -> bool:
     """Whether any tensor may hold NaN or inf. Reads the data on a CPU only, where nothing waits.
 
-    A sum is finite only if every element is, and costs a tenth of `isfinite().all()`.
+    A sum is finite only if every element is, and costs a tenth of `isfinite().all()`. It may
+    overflow for elements near the end of the range, which then pay for a guard they do not need.
     """
     if tensors[0].device.type != "cpu":
         return True
-    dtype = torch.float64
-    return not all(torch.isfinite(x.sum(dtype=dtype)).item() for x in tensors)
+    return not all(math.isfinite(x.sum(dtype=compute_dtype(x.dtype)).item()) for x in tensors)
 
 
 class BlockRows(NamedTuple):
