@@ -169,6 +169,23 @@ def test_a_pair_is_launched_as_a_cluster(heads, monkeypatch):
             sm90_latent.launch_attn_decode_latent(out, lse, call, config, 132)
 
 
+@pytest.mark.parametrize("lengths", [(70,), (9, 70)])
+def test_one_sequence_is_launched_under_pdl(lengths, monkeypatch):
+    launched = []
+
+    def note(kernel, grid, args, cluster, options):
+        launched.append(options["launch_pdl"])
+
+    monkeypatch.setattr(launcher, "launch_kernel", note)
+    call = dataclasses.replace(MLA, heads=(128, 1), lengths=lengths).build("cpu")
+    config, programs = latent_launch(dataclasses.replace(call.problem, arch=H200))
+    assert config.COMBINED and config.SINGLE is (len(lengths) == 1)
+    out, lse = call.empty_results()
+    sm90_latent.launch_attn_decode_latent(out, lse, call, config, programs)
+    # the launch that combines parts follows, and waits on the device
+    assert launched == [len(lengths) == 1, True]
+
+
 def test_a_recording_has_the_cache_once(monkeypatch):
     """Keys and values at one address would be two roles of one tensor."""
     seen = []

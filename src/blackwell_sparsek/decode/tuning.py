@@ -522,6 +522,7 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
         problem.page_size,
         problem.block_size,
         registers,
+        SINGLE=problem.batch == 1,
         COMBINED=_combined(rows, programs // softmaxes),
         PAIRED=paired,
     )
