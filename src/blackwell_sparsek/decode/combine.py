@@ -84,7 +84,7 @@ def _attn_decode_combine_kernel(
     TILE_DV: tl.constexpr,
     SLICES: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program for each slice of TILE_DV columns, whose parts lie apart, chunk and softmax."""
@@ -111,7 +111,7 @@ def _attn_decode_combine_kernel(
         acc_ptr = partials_ptr + piece * (slots * (TILE_DV + 2))
         m_log2, row_sum, acc = merge_parts(
             acc_ptr, acc_ptr + slots * TILE_DV, first_program, parts, row, tile_rows,
-            TILE_M, TILE_DV, ROWS, GROUPS,
+            TILE_M, TILE_DV, ROWS, NUM_GROUPS,
         )  # fmt: skip
         rows, columns = merged_places(first_row + row, TILE_DV, ROWS)
         write_rows(
