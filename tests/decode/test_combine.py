@@ -12,7 +12,7 @@ from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
-PROGRAMS, ROWS, COLUMNS, SLICES = 45, 8, 16, 2
+PROGRAMS, ROWS, COLUMNS, SLICES = 65, 8, 16, 2
 Q_LEN, GROUP, KV_HEADS, BATCH = 2, 5, 2, 2
 HEAD_TILES = 2 * KV_HEADS  # ten rows in tiles of eight
 
@@ -73,13 +73,17 @@ def _expected(acc, states, records, call, dtype):
             yield (sequence, head, token), values / total * scale, total.log()
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 4])
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "v_scale": True}], ids=["plain", "all"])
-def test_parts_become_rows(device, monkeypatch, options, rows_at_once):
+@pytest.mark.parametrize(
+    ("rows_at_once", "groups", "everything"),
+    [(1, 1, False), (4, 1, True), (1, 2, True), (1, 4, False)],
+)
+def test_parts_become_rows(device, monkeypatch, rows_at_once, groups, everything):
     if rows_at_once == 4:
         monkeypatch.setattr(combine, "MANY_PROGRAMS", 0)
-    call = _call(device, **{"sinks": False, "v_scale": False, **options})
-    workspace, acc, states = _workspace(device, [2, 1, 17, 3, 1, 2, 5, 4])
+    monkeypatch.setattr(combine, "_groups", lambda *sizes: groups)
+    call = _call(device, sinks=everything, v_scale=everything)
+    # with two groups, 37 parts take two rounds, of which the second one is for five parts
+    workspace, acc, states = _workspace(device, [2, 1, 37, 3, 1, 2, 5, 4])
     out = torch.full((BATCH, KV_HEADS * GROUP, Q_LEN, SLICES * COLUMNS), 7.0, device=device)
     lse = torch.full(out.shape[:-1], 7.0, device=device)
     combine.launch_attn_decode_combine(
@@ -99,3 +103,18 @@ def test_parts_become_rows(device, monkeypatch, options, rows_at_once):
     # a softmax of one part has been written by its program
     assert written.any() and not written.all()
     assert (out[~written] == 7.0).all() and (lse[~written] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("programs", "warps", "parts", "groups"),
+    [
+        (256, 2, 66, 4),  # 128 heads of a latent cache, one sequence: more would not run at once
+        (32, 2, 132, 8),  # 16 heads
+        (128, 2, 16, 1),
+        (128, 2, 17, 2),
+        (512, 1, 33, 4),
+        (1024, 8, 4, 1),
+    ],
+)
+def test_parts_are_shared_while_all_programs_run_at_once(programs, warps, parts, groups):
+    assert combine._groups(programs, warps, parts) == groups

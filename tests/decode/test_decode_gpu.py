@@ -231,39 +231,6 @@ def test_the_same_bits_every_time_under_load():
 MLA = DecodeCase(2, BRAIN, heads=(128, 1), head_dims=(576, 512), latent=True)
 
 
-@pytest.mark.parametrize("heads", [16, 32, 64, 128])
-@pytest.mark.parametrize("page_size", [None, 64])
-@pytest.mark.parametrize("lengths", [(1,), (63, 64, 65, 0), (1000, 3)])
-def test_latent_caches(heads, page_size, lengths):
-    check(dataclasses.replace(MLA, heads=(heads, 1), page_size=page_size, lengths=lengths))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"q_len": 3, "heads": (16, 1)},
-        {"dtype": HALF, "softcap": 20.0, "sinks": True},
-        {"page_size": 64, "block_size": 64, "keep": 0.4},
-        {"page_size": 16},
-        {"band": Band(100, 0)},
-        {"scale": -0.05},
-    ],
-    ids=str,
-)
-def test_latent_caches_with_options(options):
-    check(dataclasses.replace(MLA, lengths=(700, 129, 0), **options))
-
-
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_long_latent_sequences_give_the_same_bits_every_time(page_size):
-    case = dataclasses.replace(MLA, lengths=(9000, 1, 5000), page_size=page_size)
-    first = check(case)
-    call = case.build("cuda")
-    for _ in range(20):
-        again = run(call)
-        assert first[0].equal(again[0]) and first[1].equal(again[1])
-
-
 @pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize(
     "options",

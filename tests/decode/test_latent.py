@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.decode import values_are_keys
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.decode import api, eager, sm90_latent, triton, tuning
+from blackwell_sparsek.decode import api, eager, sm90_latent, triton
 from blackwell_sparsek.decode.tuning import (
     SLICE,
     LatentConfig,
-    LatentVariant,
     attn_decode_sm90_unsupported,
     latent_launch,
 )
@@ -74,69 +73,49 @@ def test_tiles_of_a_latent_cache(page_size, copies):
     problem = dataclasses.replace(MLA.build("cpu").problem, arch=H200, page_size=page_size)
     config, programs = latent_launch(problem)
     assert programs == 132 and config.copies == copies
-    # copies fill a tile of keys, whose columns lie side by side
-    (*_, keys, rest), (*_, keys_v, values) = config.k_block(), config.v_block()
-    assert keys == keys_v == config.TILE_N // copies
-    assert config.k_column == values == 512 and values + rest == 576
+    # copies of 64 columns fill a tile of keys, those behind the values last
+    assert config.block() == (1, 1, config.TILE_N // copies, SLICE)
+    assert config.k_column == 512 == 576 - SLICE
     # the ring, the queries and the weights fit beside barriers and row states
     elements = config.STAGES * config.TILE_N * 576 + config.ROWS * (576 + config.TILE_N)
     assert 2 * elements + 2048 <= 227 * 1024
 
 
-WAYS = [LatentVariant(*ways) for ways in itertools.product([False, True], repeat=3)]
-
-
-def config_of(variant, page_size=None, **rest):
-    flags = {name.upper(): value for name, value in variant._asdict().items()}
-    return LatentConfig(page_size, None, 64, **flags, **rest)
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("variant", WAYS, ids=str)
-def test_copies_by_address_fill_each_tile_once(variant, page_size):
-    config = config_of(variant, page_size)
-    if not config.placed:
-        assert config.v_block()[3] == 512 and config.first_empty == 0
-        return
-    # each copy is of one slice, by descriptors of the same box for values and for the rest
-    assert config.v_block() == config.k_block() == (1, 1, config.copy_keys, SLICE)
-    copied = []
-    for part, rank in itertools.product(range(config.parts), range(config.pair)):
-        copied += [config.first_slice(part, i) + rank for i in range(config.own_slices)]
+@pytest.mark.parametrize("paired", [False, True])
+def test_copies_by_address_fill_each_tile_once(paired):
+    config = LatentConfig(None, None, 40, PAIRED=paired)
+    copied = {
+        part: sorted(
+            config.first_slice(part, i) + rank
+            for i, rank in itertools.product(range(config.own_slices), range(config.pair))
+        )
+        for part in range(config.parts)
+    }
+    # a consumer releases what it has multiplied: its half of the columns
+    assert copied == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
     # the columns behind the values are one more slice, of the last part
-    assert sorted(copied) == list(range(512 // SLICE))
-    tile = 64 * 576 * 2
-    assert sum(config.part_bytes(part) for part in range(config.parts)) == tile
-    if config.HALVES:
-        # a consumer releases what it has multiplied: its half of the columns
-        left = {
-            config.first_slice(0, i) + r
-            for i in range(config.own_slices)
-            for r in range(config.pair)
-        }
-        assert {number * SLICE // config.half for number in left} == {0}
-        assert [config.part_bytes(part) for part in range(2)] == [64 * 256 * 2, 64 * 320 * 2]
+    assert [config.part_bytes(part) for part in range(2)] == [64 * 256 * 2, 64 * 320 * 2]
 
 
-@pytest.mark.parametrize("variant", WAYS, ids=str)
-def test_every_part_of_a_pair_of_tiles_has_its_turn(variant):
-    config = config_of(variant)
+@pytest.mark.parametrize("paired", [False, True])
+def test_every_part_of_a_pair_of_tiles_has_its_turn(paired):
+    config = LatentConfig(None, None, 40, PAIRED=paired)
     turns = range(2 * config.parts)
     order = [(config.copied_tile(turn), config.copied_part(turn)) for turn in turns]
-    assert sorted(order) == [(tile, part) for tile in range(2) for part in range(config.parts)]
+    assert sorted(order) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # notes of a tile are written when all its parts are known to be empty, and only once
     for tile in range(2):
         ends = [turn for turn in turns if config.copied_tile(turn) == tile]
         assert [config.completes(turn) for turn in ends] == [False] * (len(ends) - 1) + [True]
-    if config.HALVES and config.SEESAW:
+    if paired:
         # own weights first: consumer 0 has even tiles and left halves, consumer 1 odd and right
         assert order[:2] == [(0, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("variant", WAYS, ids=str)
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("block_kv", [None, 64])
-def test_places_in_shared_memory(variant, block_kv):
-    config = dataclasses.replace(config_of(variant), BLOCK_KV=block_kv)
+def test_places_in_shared_memory(paired, block_kv):
+    config = LatentConfig(None, block_kv, 64, PAIRED=paired)
     values = range(config.values_offset, config.values_offset + 2 * 64 * 512 * 2)
     rest = range(config.rest_offset, config.rest_offset + 2 * 64 * 64 * 2)
     bars = range(config.bars_offset, config.bars_offset + 8 * config.bars_room)
@@ -147,14 +126,10 @@ def test_places_in_shared_memory(variant, block_kv):
     places = config.placed_barriers()
     assert all(place in bars for place, _ in places)
     # row states, positions, splits, flags, other barriers, and what Triton hands to its roles
-    states = 4 * 64 * 4 if config.SEESAW else 0
+    states = 4 * 64 * 4 if paired else 0
     assert bars.stop + states + 4 * 2 * config.noted_keys + 640 <= 227 * 1024
-    if config.placed:
-        empty = places[config.first_empty :]
-        warps = 4 * 2 if config.PAIRED else 1
-        assert [count for _, count in empty] == [warps * (2 // config.parts)] * 2 * config.parts
-    else:
-        assert not places
+    # full halves of both stages, then empty ones
+    assert [count for _, count in places] == [1] * 4 + [4 * 2 if paired else 1] * 4
 
 
 @pytest.mark.parametrize(
@@ -162,11 +137,11 @@ def test_places_in_shared_memory(variant, block_kv):
     [(16, 1, False), (64, 1, False), (65, 1, True), (128, 1, True), (64, 2, True), (192, 1, False),
      (128, 2, True), (16, 9, False)],
 )  # fmt: skip
-def test_pairs_take_an_even_number_of_head_tiles(heads, q_len, paired, monkeypatch):
+def test_pairs_take_an_even_number_of_head_tiles_and_many_keys(heads, q_len, paired):
     case = dataclasses.replace(MLA, heads=(heads, 1), q_len=q_len)
-    problem = dataclasses.replace(case.build("cpu").problem, arch=H200)
-    assert not latent_launch(problem).config.placed
-    monkeypatch.setattr(tuning, "LATENT_VARIANT", LatentVariant(paired=True))
+    problem = dataclasses.replace(case.build("cpu").problem, arch=H200, batch=64, capacity=16383)
+    assert not latent_launch(problem).config.PAIRED
+    problem = dataclasses.replace(problem, capacity=16384)
     config, programs = latent_launch(problem)
     assert config.PAIRED is paired and programs == 132
     odd_machine = dataclasses.replace(problem, arch=dataclasses.replace(H200, num_sms=131))
@@ -192,6 +167,23 @@ def test_a_pair_is_launched_as_a_cluster(heads, monkeypatch):
     else:
         with pytest.raises(AssertionError, match=f"head_tiles={heads // 64} "):
             sm90_latent.launch_attn_decode_latent(out, lse, call, config, 132)
+
+
+@pytest.mark.parametrize("lengths", [(70,), (9, 70)])
+def test_one_sequence_is_launched_under_pdl(lengths, monkeypatch):
+    launched = []
+
+    def note(kernel, grid, args, cluster, options):
+        launched.append(options["launch_pdl"])
+
+    monkeypatch.setattr(launcher, "launch_kernel", note)
+    call = dataclasses.replace(MLA, heads=(128, 1), lengths=lengths).build("cpu")
+    config, programs = latent_launch(dataclasses.replace(call.problem, arch=H200))
+    assert config.COMBINED and config.SINGLE is (len(lengths) == 1)
+    out, lse = call.empty_results()
+    sm90_latent.launch_attn_decode_latent(out, lse, call, config, programs)
+    # the launch that combines parts follows, and waits on the device
+    assert launched == [len(lengths) == 1, True]
 
 
 def test_a_recording_has_the_cache_once(monkeypatch):

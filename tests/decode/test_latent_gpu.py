@@ -1,7 +1,6 @@
-"""The alternatives of the Hopper kernel for latent caches, against the oracle."""
+"""The Hopper kernel for latent caches, with programs alone and in pairs, against the oracle."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 pytest.importorskip("triton")
 
 from blackwell_sparsek.decode import sm90_latent, tuning
-from blackwell_sparsek.decode.tuning import LatentVariant
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode
 from blackwell_sparsek.testing.poison import poisoned_empty
@@ -18,20 +16,14 @@ pytestmark = pytest.mark.gpu
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 MLA = DecodeCase(2, BRAIN, heads=(128, 1), head_dims=(576, 512), latent=True)
-# By names of which none is part of another, so that a test can be chosen by them: p1s0h0.
-WAYS = {
-    f"p{paired:d}s{seesaw:d}h{halves:d}": LatentVariant(paired, seesaw, halves)
-    for paired, seesaw, halves in itertools.product([False, True], repeat=3)
-    if LatentVariant(paired, seesaw, halves) != tuning.LATENT_VARIANT
-}
-# Each option is a kernel of its own, which takes long to compile.
-WITH_OPTIONS = ("p1s0h0", "p0s1h1", "p1s1h1")
 
 
-@pytest.fixture
-def variant(request, monkeypatch):
-    monkeypatch.setattr(tuning, "LATENT_VARIANT", WAYS[request.param])
-    return WAYS[request.param]
+@pytest.fixture(params=["alone", "paired"])
+def paired(request, monkeypatch):
+    """Programs in pairs where the number of head tiles is even, however few the keys; or alone."""
+    paired = request.param == "paired"
+    monkeypatch.setattr(tuning, "PAIRED_SLOTS", 0 if paired else 2**31)
+    return paired
 
 
 def run(call):
@@ -50,7 +42,6 @@ def check(case):
     return out, lse
 
 
-@pytest.mark.parametrize("variant", WAYS, indirect=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -62,21 +53,19 @@ def check(case):
     ],
     ids=["one", "around-a-tile", "paged", "many"],
 )
-def test_lengths(variant, options):
+def test_lengths(paired, options):
     check(dataclasses.replace(MLA, **options))
 
 
-@pytest.mark.parametrize("variant", WAYS, indirect=True)
-@pytest.mark.parametrize("heads", [16, 64, 96])
-def test_fewer_heads(variant, heads):
-    """16 and 64 heads are one head tile, which is never paired; of 96 the second is half full."""
+@pytest.mark.parametrize("heads", [16, 32, 64, 96])
+def test_fewer_heads(paired, heads):
+    """Up to 64 heads are one head tile, which is never paired; of 96 the second is half full."""
     case = dataclasses.replace(MLA, heads=(heads, 1), lengths=(700, 64))
-    paired = tuning.latent_launch(case.build("cuda").problem).config.PAIRED
-    assert paired is (variant.paired and heads > 64)
+    in_pairs = tuning.latent_launch(case.build("cuda").problem).config.PAIRED
+    assert in_pairs is (paired and heads > 64)
     check(case)
 
 
-@pytest.mark.parametrize("variant", WITH_OPTIONS, indirect=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,12 +78,11 @@ def test_fewer_heads(variant, heads):
     ],
     ids=str,
 )
-def test_options(variant, options):
+def test_options(paired, options):
     check(dataclasses.replace(MLA, lengths=(700, 129, 0), **options))
 
 
-@pytest.mark.parametrize("variant", WITH_OPTIONS, indirect=True)
-def test_missing_pages_are_nan(variant):
+def test_missing_pages_are_nan(paired):
     case = dataclasses.replace(MLA, lengths=(300, 200, 100), page_size=64)
     call = case.build("cuda")
     fine = run(call)
@@ -105,9 +93,9 @@ def test_missing_pages_are_nan(variant):
         assert out[b].equal(fine[0][b]) and lse[b].equal(fine[1][b])
 
 
-@pytest.mark.parametrize("variant", WAYS, indirect=True)
-def test_long_sequences_give_the_same_bits_every_time(variant):
-    case = dataclasses.replace(MLA, lengths=(9000, 1, 5000), page_size=64)
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_long_sequences_give_the_same_bits_every_time(paired, page_size):
+    case = dataclasses.replace(MLA, lengths=(9000, 1, 5000), page_size=page_size)
     first = check(case)
     call = case.build("cuda")
     for _ in range(20):

@@ -41,9 +41,6 @@ def splits_of(monkeypatch):
         place.found.append(split)
         return step + split.kv_end - split.kv_tile
 
-    def fetch_alone(produce, shared, split, number, step, kv_head, CFG):
-        return fetch(shared, None, split, number, step, kv_head, 0, CFG)
-
     fake = SimpleNamespace(
         program_id=lambda axis: place.program,
         num_programs=lambda axis: place.programs,
@@ -67,7 +64,6 @@ def splits_of(monkeypatch):
         "keys_of_length": lambda keys, length: (length, 0, length),
         "visited_tiles": lambda lo, hi, *rest: (0, tiles_of(hi)),
         "_produce_placed": fetch,
-        "_produce_contiguous": fetch_alone,
         "publish": lambda channel, number, split: None,
         "cluster_barrier": lambda: None,
         "cluster_exit_barrier": lambda: None,

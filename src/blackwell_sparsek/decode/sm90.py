@@ -519,12 +519,12 @@ def kernel_arguments(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: DecodeCall,
-    descriptors: tuple[Any, Any],
+    descriptors: tuple[Any, ...],
     workspace: DecodeWorkspace,
     config: Any,
     programs: int,
 ) -> tuple[Any, ...]:
-    """What the Hopper decode kernels take, in order; `descriptors` are those of keys and values."""
+    """What the Hopper decode kernels take, in order; `descriptors` are those of the cache."""
     q, table, blocks = call.q, call.page_table, call.kv_blocks
     batch, heads_q, q_len, _ = q.shape
     heads = DecodeHeads(call.kv_heads, heads_q // call.kv_heads)

@@ -12,12 +12,14 @@ A tile of keys lies in shared memory once, for both products. The consumers take
 the scores of even tiles and the other those of odd ones, and hands weights and row states to both
 through shared memory. The scores of an odd tile run beside the weights of the even one before it.
 
-`sm90_latent_tiles.py` has this arithmetic, and with SEESAW another order of it: each consumer
+The columns of the two consumers are released and copied separately, so that half of a tile is on
+its way while the other half is still multiplied. The producer copies by address, see
+`sm90_producer.py`.
+
+With PAIRED, two programs form a cluster: they take two head tiles of the same keys, and each copies
+every other slice of a tile to both, so that a tile is read from the L2 once. Each consumer then
 multiplies its own weights first, from registers, while those of the other travel through shared
-memory. With PAIRED, two programs form a cluster: they take two head tiles of the same keys, and
-each copies every other slice of a tile to both, so that a tile is read from the L2 once. With
-HALVES the columns of the two consumers are released and copied separately. The producer of these
-two copies by address, see `sm90_producer.py`.
+memory. `sm90_latent_tiles.py` has both orders of the arithmetic.
 
 `decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
 bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
@@ -30,6 +32,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
@@ -58,7 +61,7 @@ from .sm90_latent_tiles import (
     Handover,
     KeysOfSplit,
     multiply_in_turns,
-    multiply_seesaw,
+    multiply_own_first,
     row_states,
 )
 from .sm90_producer import (
@@ -163,8 +166,8 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         if CFG.COMBINED and GROUP == 0:
             write_record(consume, split, begins, ends, heads.kv * q_tiles, program)
         mbarrier.wait(handover.queries, number & 1)
-        if CFG.SEESAW:
-            step, pairs, acc, state, wrong = multiply_seesaw(
+        if CFG.PAIRED:
+            step, pairs, acc, state, wrong = multiply_own_first(
                 q_smem, handover, shared, consume.score, seen, split, step, pairs, GROUP, CFG
             )
         else:
@@ -202,29 +205,22 @@ def _idle_warps():
 
 
 @gluon.jit
-def _latent_ring(k_desc, v_desc, CFG: gl.constexpr):
-    """The `KVRing`; `placed`: with all barriers in one array, whose place CFG knows."""
+def _latent_ring(cache_desc, CFG: gl.constexpr):
+    """The `KVRing`, with all barriers in one array, whose place CFG knows."""
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     values: gl.constexpr = CFG.TILE_DV
-    if CFG.placed:
-        dtype: gl.constexpr = k_desc.dtype
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile_n, values], dtype)
-        v_smem = gl.allocate_shared_memory(dtype, [stages, tile_n, values], layout)
-        k_smem = tiles(k_desc, stages, tile_n)
-        room: gl.constexpr = CFG.bars_room
-        each: gl.constexpr = CFG.first_empty
-        full = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(each):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(full.index(each + i), count=CFG.releases)
-        empty = full
-    else:
-        v_smem = tiles(v_desc, stages, tile_n)
-        k_smem = tiles(k_desc, stages, tile_n)
-        full = barriers(stages, 1)
-        empty = barriers(stages, 2)
-    return KVRing(k_smem, v_smem, full, empty)
+    dtype: gl.constexpr = cache_desc.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile_n, values], dtype)
+    v_smem = gl.allocate_shared_memory(dtype, [stages, tile_n, values], layout)
+    k_smem = tiles(cache_desc, stages, tile_n)
+    room: gl.constexpr = CFG.bars_room
+    each: gl.constexpr = CFG.first_empty
+    bars = gl.allocate_shared_memory(gl.int64, [room, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(each):
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(each + i), count=CFG.releases)
+    return KVRing(k_smem, v_smem, bars, bars)
 
 
 @gluon.jit(
@@ -236,8 +232,7 @@ def _latent_ring(k_desc, v_desc, CFG: gl.constexpr):
 def _attn_decode_latent_kernel(
     results,
     q_ptr,
-    k_desc,  # of the cache too, in tiles of the columns behind the values
-    v_desc,
+    cache_desc,  # in tiles of 64 columns
     seqlens_ptr,
     page_table_ptr,
     list_ptr,
@@ -260,13 +255,18 @@ def _attn_decode_latent_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and start the roles: two consumers and the producer of `sm90.py`."""
-    first_length = gl.load(seqlens_ptr)
+    first_length = batch
+    if CFG.SINGLE or CFG.COMBINED:
+        # PDL: the next kernel may start as soon as there is room for it; it waits where it must
+        gdc_launch_dependents()
+    if not CFG.SINGLE:
+        first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     num: gl.constexpr = CFG.ROWS
     tile_n: gl.constexpr = CFG.TILE_N
     rest: gl.constexpr = CFG.rest
     values: gl.constexpr = CFG.TILE_DV
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = cache_desc.dtype
     values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, values], dtype)
     rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, rest], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
@@ -278,8 +278,8 @@ def _attn_decode_latent_kernel(
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
-    ring = _latent_ring(k_desc, v_desc, CFG)
-    if CFG.SEESAW:
+    ring = _latent_ring(cache_desc, CFG)
+    if CFG.PAIRED:
         handover = Exchange(
             *(p_smem, row_states(CFG), row_states(CFG)),
             *(barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0)),
@@ -294,8 +294,9 @@ def _attn_decode_latent_kernel(
     splits = work_channel(SPLIT_FIELDS, 2)
     fence_async_shared()
     keys = VisitedKeys(seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
+    # copies by address find the descriptor by the name of the parameter
     produce = ProducerState(
-        k_desc, v_desc, page_table_ptr, list_ptr, num_pages, page_row_stride, list_batch_stride,
+        None, None, page_table_ptr, list_ptr, num_pages, page_row_stride, list_batch_stride,
         list_head_stride, num_splits,
     )  # fmt: skip
     consume = ConsumerState(
@@ -346,6 +347,7 @@ def launch_attn_decode_latent(
         return
     head_tiles = cdiv(call.problem.rows, config.ROWS)
     assert head_tiles % config.pair == programs % config.pair == 0, f"{head_tiles=} {programs=}"
+    assert q.shape[0] == 1 or not config.SINGLE, f"{q.shape=} {config=}"
     with on_device_of(q):
         workspace = DecodeWorkspace(
             # two consumers, each with two parts: sums of half the columns, maximum and sum of rows
@@ -353,11 +355,10 @@ def launch_attn_decode_latent(
             self_resetting_counters(2 * programs, q.device),
             records_of_softmaxes(call, config),
         )
-        # both are tiles of the same tensor, which a replay finds by its address
-        rest = descriptor(cache, call.page_size, config.k_block())
-        values = descriptor(cache, call.page_size, config.v_block())
-        args = kernel_arguments(out, lse, call, (rest, values), workspace, config, programs)
-        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
+        tiles_of_cache = descriptor(cache, call.page_size, config.block())
+        args = kernel_arguments(out, lse, call, (tiles_of_cache,), workspace, config, programs)
+        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, "launch_pdl": config.SINGLE}
+        options |= hopper_options()
         clusters = programs // config.pair
         launch(_attn_decode_latent_kernel, clusters, args, cluster=config.pair, **options)
         if config.COMBINED:

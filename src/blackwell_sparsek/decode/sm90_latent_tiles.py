@@ -3,7 +3,7 @@
 
 Two consumers go through the tiles of a split in pairs. Each has the scores of every other tile and
 sums half of the columns of the values, so they hand weights and row states to each other. How they
-do that is what `multiply_in_turns` and `multiply_seesaw` differ in; `sm90_latent.py` calls them.
+do that is what `multiply_in_turns` and `multiply_own_first` differ in; `sm90_latent.py` calls them.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class RowStates(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What the consumers hand each other with SEESAW.
+    """What the consumers hand each other with PAIRED.
 
     Each of the barriers also says that the other consumer has read what it got before, so that
     nothing else has to: one waits for the other's before it writes again.
@@ -93,15 +93,13 @@ def _await_part(ring, step, PART: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def _release(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Release a tile whose values this consumer has multiplied; HALVES: its half of the columns.
+    """Release the half of a tile's columns whose values this consumer has multiplied.
 
     Scores read all columns, but whoever has the weights of a tile knows that its scores are done.
     PAIRED: both producers copy to this stage, so each warp tells them both. What was written to the
     stage (cleared values, weights) has been fenced and handed over by then, before the arrivals.
     """
-    index = step % CFG.STAGES * CFG.parts
-    if CFG.HALVES:
-        index += GROUP
+    index = step % CFG.STAGES * CFG.parts + GROUP
     if CFG.PAIRED:
         arrive_at_all(shared_address(CFG.bars_offset + 8 * (CFG.first_empty + index)), step >= 0, 2)
     else:
@@ -130,38 +128,27 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
 
 @gluon.jit
 def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
-    """Wait for a tile and start its scores; then what `_await_tile` returns."""
+    """Start the scores of a tile as its halves arrive; then what `_await_tile` returns."""
     ring = shared.ring
-    if CFG.HALVES:
-        _await_part(ring, step, 0, CFG)
-    else:
-        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
+    _await_part(ring, step, 0, CFG)
     stage = step % CFG.STAGES
     # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
     # registers through the loop, and spill them
     zero = step >> 30
-    front = queries.front.index(zero)
     rest = queries.rest.index(zero)
     rows: gl.constexpr = CFG.ROWS
     keys: gl.constexpr = CFG.TILE_N
     half: gl.constexpr = CFG.half
-    nothing = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
-    v = ring.v.index(stage)
-    if CFG.HALVES:
-        left = v.slice(0, half, dim=1).permute((1, 0))
-        right = v.slice(half, half, dim=1).permute((1, 0))
-        s = warpgroup_mma(front.slice(0, half, dim=1), left, nothing, use_acc=False, is_async=True)
-        wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
-        s = warpgroup_mma(front.slice(half, half, dim=1), right, s, is_async=True)
-    else:
-        s = nothing
-        # together, the descriptors of 32 products would all be computed first
-        parts: gl.constexpr = 4 if EARLY_DESCRIPTORS else 1
-        width: gl.constexpr = 2 * half // parts
-        for i in gl.static_range(parts):
-            q = queries.front.index(placed(zero)).slice(i * width, width, dim=1)
-            some = ring.v.index(placed(stage)).slice(i * width, width, dim=1).permute((1, 0))
-            s = warpgroup_mma(q, some, s, use_acc=i > 0, is_async=True)
+    s = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
+    # together, the descriptors of 16 products would all be computed first
+    pieces: gl.constexpr = 4 if EARLY_DESCRIPTORS else 2
+    width: gl.constexpr = 2 * half // pieces
+    for i in gl.static_range(pieces):
+        if i * width == half:
+            wrong, cut = _await_tile(shared, step, kv_start, seen, CFG)
+        q = queries.front.index(placed(zero)).slice(i * width, width, dim=1)
+        some = ring.v.index(placed(stage)).slice(i * width, width, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, some, s, use_acc=i > 0, is_async=True)
     s = warpgroup_mma(rest, ring.k.index(stage).permute((1, 0)), s, is_async=True)
     return s, wrong, cut
 
@@ -431,7 +418,7 @@ def _odd_of_pair(
 
 
 @gluon.jit
-def multiply_seesaw(
+def multiply_own_first(
     queries, exchange, shared, score, seen, split, step, pairs, GROUP: gl.constexpr,
     CFG: gl.constexpr,
 ):  # fmt: skip

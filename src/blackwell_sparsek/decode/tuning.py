@@ -301,28 +301,24 @@ def _combined(rows: int, parts: int) -> bool:
 # Latent caches: `sm90_latent.py`.
 
 
-class LatentVariant(NamedTuple):
-    """Which of the ways that `sm90_latent.py` can go; names as in `LatentConfig`."""
-
-    paired: bool = False
-    seesaw: bool = False
-    halves: bool = False
-
-
-# What `latent_launch` takes where a problem allows it. Only this one was timed on a GPU.
-LATENT_VARIANT = LatentVariant()
 # Columns of a copy by address: 128 bytes, the span of the swizzle.
 SLICE = 64
+# Slots of the cache over all sequences from which on programs work in pairs. H200, 128 heads,
+# microseconds alone and PAIRED, at (batch, keys):
+#   (1, 8k) 27.7 and 28.0, (1, 32k) 43.0 and 46.7, (16, 8k) 92.1 and 101.7,
+#   (16, 32k) 270 and 278, (64, 8k) 265 and 262, (64, 32k) 1022 and 971.
+# 512k slots go either way, and 2M gain 5 %.
+PAIRED_SLOTS = 2**20
 
 
 @dataclass(frozen=True)
 class LatentConfig:
     """Everything `sm90_latent.py` is specialised on; names as in `DecodeSm90Config`.
 
-    PAIRED: the two programs of a cluster take two head tiles of the same keys, and each copies half
-    of the columns of a tile to both. SEESAW: each consumer multiplies the weights that it computed
-    first, those of the other after that. HALVES: the two halves of the values' columns have
-    barriers of their own, and are released and copied separately.
+    The halves of the values' columns, one for each consumer, have barriers of their own, and are
+    released and copied separately. PAIRED: the two programs of a cluster take two head tiles of the
+    same keys, and each copies half of the columns of a tile to both; each consumer multiplies the
+    weights that it computed first, those of the other after that.
     """
 
     PAGE_SIZE: int | None
@@ -338,11 +334,10 @@ class LatentConfig:
     SINGLE: bool = False
     COMBINED: bool = False
     PAIRED: bool = False
-    SEESAW: bool = False
-    HALVES: bool = False
 
     def __post_init__(self) -> None:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
+        assert self.rest == SLICE, f"{self.rest=}"
 
     @property
     def pair(self) -> int:
@@ -352,7 +347,7 @@ class LatentConfig:
     @property
     def placed(self) -> bool:
         """Whether copies go to addresses in shared memory, rather than through Gluon."""
-        return self.PAIRED or self.HALVES
+        return True
 
     @property
     def half(self) -> int:
@@ -381,24 +376,20 @@ class LatentConfig:
 
     @property
     def k_column(self) -> int:
-        """First column of a copy of keys: those before it are copied with the values."""
+        """First of the columns behind the values, which are a slice of their own."""
         return self.TILE_DV
 
-    def k_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of the columns behind the values."""
-        return (1, 1, self.copy_keys, self.rest)
-
-    def v_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of values; `placed`: of a slice, as for the columns behind them."""
-        return (1, 1, self.copy_keys, SLICE if self.placed else self.TILE_DV)
+    def block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy: a slice of the values, or the columns behind them."""
+        return (1, 1, self.copy_keys, SLICE)
 
     # Parts of a tile that have barriers of their own. The last one has the columns behind the
     # values too.
 
     @property
     def parts(self) -> int:
-        """Parts of a tile."""
-        return 2 if self.HALVES else 1
+        """Parts of a tile: one for each consumer."""
+        return 2
 
     @property
     def own_slices(self) -> int:
@@ -426,18 +417,18 @@ class LatentConfig:
     def _copied(self) -> tuple[tuple[int, int], ...]:
         """Tile and part of each turn, in the order in which consumers release them.
 
-        With SEESAW the first halves to be released are those that consumers multiply with their own
+        With PAIRED the first halves to be released are those that consumers multiply with their own
         weights: the left one of the even tile, the right one of the odd tile.
         """
-        if self.HALVES and self.SEESAW:
+        if self.PAIRED:
             return ((0, 0), (1, 1), (0, 1), (1, 0))
-        return tuple((tile, part) for tile in range(2) for part in range(self.parts))
+        return ((0, 0), (0, 1), (1, 0), (1, 1))
 
     def completes(self, turn: int) -> bool:
         """Whether a tile is complete with the part that is copied in this turn."""
         return self.copied_tile(turn) not in [tile for tile, _ in self._copied[turn + 1 :]]
 
-    # `placed`: where allocations begin in shared memory, in bytes.
+    # Where allocations begin in shared memory, in bytes.
 
     @property
     def _places(self) -> dict[str, int]:
@@ -448,8 +439,8 @@ class LatentConfig:
             "rest": 2 * self.STAGES * self.TILE_N * self.rest,
             "rest of queries": 2 * self.ROWS * self.rest,
             "weights": 2 * self.ROWS * self.TILE_N,
-            # SEESAW: several that are smaller than the barriers
-            "states": 0 if self.SEESAW else 4 * self.ROWS * 3,
+            # PAIRED: several that are smaller than the barriers
+            "states": 0 if self.PAIRED else 4 * self.ROWS * 3,
             "barriers": 8 * self.bars_room,
         }
         places, end = {}, 0
@@ -484,18 +475,16 @@ class LatentConfig:
     @property
     def first_empty(self) -> int:
         """Index of the first barrier of empty parts."""
-        return self.STAGES * self.parts if self.placed else 0
+        return self.STAGES * self.parts
 
     @property
     def releases(self) -> int:
-        """Arrivals that make a part empty: of consumers, PAIRED: of each warp in both programs."""
-        return (1 if self.HALVES else 2) * (4 * self.pair if self.PAIRED else 1)
+        """Arrivals that make a part empty: of a consumer, PAIRED: of its warps in both programs."""
+        return 4 * self.pair if self.PAIRED else 1
 
     def placed_barriers(self) -> list[tuple[int, int]]:
         """Offset in shared memory and arrivals of each barrier that is found by its address."""
-        if not self.placed:
-            return []
-        arrivals = [1] * (self.STAGES * self.parts) + [self.releases] * (self.STAGES * self.parts)
+        arrivals = [1] * self.first_empty + [self.releases] * self.first_empty
         return [(self.bars_offset + 8 * i, count) for i, count in enumerate(arrivals)]
 
     @property
@@ -527,14 +516,14 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
     head_tiles = cdiv(problem.rows, LatentConfig.ROWS)
     softmaxes = problem.batch * problem.heads_kv * head_tiles
     # both head tiles of a pair read the same keys, so they belong to one KV head
-    paired = LATENT_VARIANT.paired and head_tiles % 2 == 0
+    slots = problem.batch * problem.heads_kv * problem.capacity
+    paired = head_tiles % 2 == 0 and slots >= PAIRED_SLOTS
     config = LatentConfig(
         problem.page_size,
         problem.block_size,
         registers,
+        SINGLE=problem.batch == 1,
         COMBINED=_combined(rows, programs // softmaxes),
         PAIRED=paired,
-        SEESAW=LATENT_VARIANT.seesaw,
-        HALVES=LATENT_VARIANT.halves,
     )
     return LatentLaunch(config, programs // config.pair * config.pair)

@@ -84,29 +84,38 @@ def merge_parts(
     TILE_M: tl.constexpr,
     TILE_DV: tl.constexpr,
     ROWS: tl.constexpr = MERGED_ROWS,
+    GROUPS: tl.constexpr = 1,
 ):
     """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
 
     A thread holds the same columns of all parts, so that no thread waits for another: parts are
     tensors of their own, because Triton may spread a dimension of them over threads (3.9 does).
+    With GROUPS, each group of threads has every GROUPS-th part, and they exchange sums at the end.
     """
-    rows, columns = merged_places(first_row, TILE_DV, ROWS)
+    rows, columns = merged_places(first_row, TILE_DV, GROUPS * ROWS)
+    first_part = 0
+    if GROUPS > 1:
+        first_part = (rows - first_row) // ROWS
+        rows -= first_part * ROWS
     m_log2, row_sum = init_state(rows)
     acc = tl.zeros(columns.shape, tl.float32)
     inside = rows[:, None] * TILE_DV + columns
-    for first in range(0, num_parts, PARTS):
+    for first in range(0, num_parts, PARTS * GROUPS):
         m_parts = ()
         sum_parts = ()
         parts = ()
         # all loads are on their way before one is used
         for i in tl.static_range(PARTS):
-            slot = part_slot(first_program + first + i, first_program)
-            live = (first + i < num_parts) & (rows < num_rows)
+            number = first + i * GROUPS + first_part
+            slot = part_slot(first_program + number, first_program)
+            live = (number < num_parts) & (rows < num_rows)
             state = state_ptr + slot * (2 * TILE_M) + rows
             # bypass the L1, which does not see what other SMs write
             m_part = tl.load(state, live, other=-float("inf"), cache_modifier=".cg")
             sum_part = tl.load(state + TILE_M, live, other=0.0, cache_modifier=".cg")
             part_ptr = acc_ptr + tl.cast(slot, tl.int64) * (TILE_M * TILE_DV)
+            if GROUPS > 1:
+                part_ptr = part_ptr[:, None]
             part = tl.load(part_ptr + inside, live[:, None], other=0.0, cache_modifier=".cg")
             m_parts = m_parts + (m_part,)  # noqa: RUF005
             sum_parts = sum_parts + (sum_part,)  # noqa: RUF005
@@ -123,4 +132,11 @@ def merge_parts(
             factor = tl.exp2(m_parts[i] - shift)
             row_sum += sum_parts[i] * factor
             acc += parts[i] * factor[:, None]
+    if GROUPS > 1:
+        VECTORS: tl.constexpr = ROWS * TILE_DV // VECTOR
+        m_groups = tl.reshape(m_log2, (GROUPS, VECTORS))
+        m_log2 = tl.max(m_groups, 0)
+        factors = tl.exp2(m_groups - safe_shift(m_log2)[None, :])
+        row_sum = tl.sum(tl.reshape(row_sum, (GROUPS, VECTORS)) * factors, 0)
+        acc = tl.sum(tl.reshape(acc, (GROUPS, VECTORS, VECTOR)) * factors[:, :, None], 0)
     return m_log2, row_sum, acc
