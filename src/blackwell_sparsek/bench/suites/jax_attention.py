@@ -33,7 +33,7 @@ class Calls(NamedTuple):
     """A problem, and how many calls are timed together."""
 
     inputs: AttentionInputs
-    count: int
+    repeats: int
 
 
 def _why_no_jax() -> str | None:
@@ -54,11 +54,11 @@ def _contender(calls: Calls, loop: Callable[[int], Any]) -> Contender:
 
     def measured() -> float:
         begin = time.perf_counter()
-        loop(calls.count)
-        return (time.perf_counter() - begin) / calls.count
+        loop(calls.repeats)
+        return (time.perf_counter() - begin) / calls.repeats
 
     # compiles; the result of one call is what fp64 is compared with
-    loop(calls.count)
+    loop(calls.repeats)
     check = calls.inputs.check()
     return Contender(measured, lambda seconds: check(loop(1)), calls.inputs.flops)
 
@@ -81,8 +81,10 @@ def _in_jax(call: Callable[..., Any], arrays: tuple[Any, ...]) -> Callable[[int]
     import jax
 
     def looped(count: int, q: Any, *others: Any) -> Any:
+        def step(_: Any, out: Any) -> Any:
+            return call(out, *others)
+
         # a count known while tracing: otherwise the host reads the condition from the GPU each time
-        step = lambda _, out: call(out, *others)  # noqa: E731
         return jax.lax.fori_loop(0, count, step, q, unroll=UNROLLED) if count > 1 else step(0, q)
 
     compiled = jax.jit(looped, static_argnums=0)
