@@ -215,10 +215,11 @@ def test_explicit_impl_says_why_not():
 def test_explain_says_why_not_by_itself(monkeypatch):
     interpret_kernels(monkeypatch)
     arrays = [jnp.zeros(shape) for shape in GOOD.values()]
-    explained = bsk_jax.explain(bsk_jax.attention, *arrays)
-    assert explained.chosen == "jnp" and "has not run on a GPU yet" in explained.reasons["triton"]
-    explained = bsk_jax.explain(bsk_jax.attention, *arrays, impl="triton")
-    assert explained.chosen == "triton" and explained.reasons == {"jnp": "comes after triton"}
+    for impl in ("auto", "triton"):
+        explained = bsk_jax.explain(bsk_jax.attention, *arrays, impl=impl)
+        assert explained.chosen == "triton" and explained.reasons == {"jnp": "comes after triton"}
     mask = bsk_jax.BlockMask.from_dense(np.ones((1, 1), bool), 8)
+    explained = bsk_jax.explain(bsk_jax.attention, *arrays, block_mask=mask)
+    assert explained.chosen == "jnp" and "block sides among 16" in explained.reasons["triton"]
     with pytest.raises(Unsupported, match=r"block sides among 16, .*, got \(8, 8\)"):
         bsk_jax.attention(*arrays, block_mask=mask, impl="triton")
