@@ -23,6 +23,9 @@ def as_tensor(x):
     x = np.array(x)
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype == np.uint32:
+        # words of bits, as `flat_kernels` casts their pointer
+        x = x.view(np.int32)
     return torch.from_numpy(x)
 
 
@@ -50,10 +53,12 @@ def with_tensors(value, tensors):
     return value
 
 
-def interpret(launch, used, given, written, arch):
+def interpret(launch, used, given, written, arch, ran=None):
     """Stands in for `kernel_calls.launch_kernel`."""
 
     def on_host(*arrays):
+        if ran is not None:
+            ran.append(launch.programs)
         tensors = {n: as_tensor(x) for n, x in zip(given, arrays, strict=True)}
         tensors |= {n: poisoned(used[n]) for n in written if n not in given}
         args = tuple(with_tensors(x, tensors) for x in launch.args)
@@ -65,13 +70,16 @@ def interpret(launch, used, given, written, arch):
     return jax.pure_callback(on_host, shapes, *given.values())
 
 
-def interpret_kernels(monkeypatch, launched=None):
-    """Let `impl="triton"` run on a CPU; note the launches in the list `launched`."""
+def interpret_kernels(monkeypatch, launched=None, ran=None):
+    """Let `impl="triton"` run on a CPU.
+
+    The list `launched` gets the launches that are traced, `ran` the programs of those that ran.
+    """
 
     def note(launch, *rest):
         if launched is not None:
             launched.append(launch)
-        return interpret(launch, *rest)
+        return interpret(launch, *rest, ran)
 
     monkeypatch.setattr(kernel_calls, "launch_kernel", note)
     for name in MODULES:

@@ -6,6 +6,7 @@ replaced: the classes that hold a compiled kernel. torch cannot be imported.
 
 import importlib.abc
 import json
+import re
 import sys
 from functools import partial
 
@@ -61,8 +62,10 @@ def lower(name, function, *arrays):
     """Lower a function, and note the kernels that it calls and what Triton was given."""
     CALLS.clear()
     lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
-    count = lowered.as_text().count("@triton_kernel_call")
-    return {"name": name, "calls": list(CALLS), "custom_calls": count}
+    text = lowered.as_text()
+    operations = sorted(set(re.findall(r"stablehlo\.(\w+)", text)))
+    count = text.count("@triton_kernel_call")
+    return {"name": name, "calls": list(CALLS), "custom_calls": count, "operations": operations}
 
 
 def zeros(*shape, dtype=jnp.bfloat16):
@@ -96,6 +99,16 @@ def attention():
     return jax.grad(loss, (0, 1, 2, 3)), *arrays, zeros(2, dtype=jnp.float32)
 
 
+def forward():
+    """Four masks with partial blocks: nothing of them is sorted, scattered or converted."""
+    blocks = bsk_jax.BlockMask.from_element_mask(np.tri(48, 64, dtype=bool)[None].repeat(4, 0), 16)
+
+    def attend(q, k, v, blocks):
+        return bsk_jax.attention(q, k, v, block_mask=blocks, impl="triton")
+
+    return attend, zeros(1, 4, 48, 16), zeros(1, 2, 64, 16), zeros(1, 2, 64, 16), blocks
+
+
 def decode():
     def step(q, pages, lengths, table):
         return bsk_jax.attention_decode(
@@ -116,7 +129,7 @@ def products():
 
 
 if __name__ == "__main__":
-    cases = {"attention": attention, "decode": decode, "products": products}
+    cases = {"attention": attention, "forward": forward, "decode": decode, "products": products}
     chosen = sys.argv[1:] or list(cases)
     print(json.dumps([lower(name, *cases[name]()) for name in chosen]))
     assert "torch" not in sys.modules

@@ -194,9 +194,9 @@ def test_vmap_is_the_batch():
     visible = random_elements((2, 1, 20, 30))
     mask = bsk_jax.BlockMask.from_element_mask(visible, 8)
 
-    def one(q, k, v, entries):
+    def one(q, k, v, lists):
         single = bsk_jax.BlockMask(
-            jax.tree.map(lambda x: x[None], entries), mask.bits, (20, 30), (8, 8)
+            *jax.tree.map(lambda x: x[None], lists), mask.bits, (20, 30), (8, 8)
         )
         return bsk_jax.attention(q[None], k[None], v[None], block_mask=single)[0]
 
@@ -207,7 +207,9 @@ def test_vmap_is_the_batch():
 
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
-    batched = value_and_gradients(lambda q, k, v: jax.vmap(one)(q, k, v, mask.entries))
+    batched = value_and_gradients(
+        lambda q, k, v: jax.vmap(one)(q, k, v, (mask.entries, mask.lists))
+    )
     whole = value_and_gradients(lambda q, k, v: bsk_jax.attention(q, k, v, block_mask=mask))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), batched, whole

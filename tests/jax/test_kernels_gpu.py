@@ -87,6 +87,35 @@ def test_vmap():
         np.testing.assert_array_equal(ours, bsk_jax.attention(query, k, v, impl="triton"))
 
 
+def test_vmap_of_gradients_with_masks():
+    q, k, v = qkv(260, 300, dtype="bfloat16", dims=(64, 64))
+    mask = bsk_jax.BlockMask.from_element_mask(random_elements((3, 4, 260, 300)), 32)
+    lists = jax.tree.map(lambda x: x[:, None], (mask.entries, mask.lists))
+    queries = jnp.stack([q, -q, 2 * q])
+
+    def gradients(q, lists):
+        def loss(q, k, v):
+            own = bsk_jax.BlockMask(*lists, mask.bits, (260, 300), (32, 32))
+            out = bsk_jax.attention(q, k, v, block_mask=own, impl="triton")
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    found = jax.jit(jax.vmap(gradients))(queries, lists)
+    for entry in range(3):
+        alone = jax.jit(gradients)(queries[entry], jax.tree.map(lambda x, i=entry: x[i], lists))
+        for ours, theirs in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(ours[entry], theirs)
+
+
+def test_vmap_of_decode_over_one_cache():
+    q, k, v, lengths = decoding.problem(500, lengths=(499,), dims=(64, 64), dtype="float16")
+    step = lambda q: bsk_jax.attention_decode(q, k, v, cache_seqlens=lengths, impl="triton")  # noqa: E731
+    queries = jnp.stack([q, -q])
+    for ours, query in zip(jax.jit(jax.vmap(step))(queries), queries, strict=True):
+        np.testing.assert_allclose(ours, step(query), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_decode(page_size, dtype):
@@ -156,6 +185,6 @@ def test_rows_that_are_cut():
 
 def test_explain():
     tensors = qkv(16, 16, dtype="bfloat16")
-    assert bsk_jax.explain(bsk_jax.attention, *tensors, impl="triton").chosen == "triton"
-    explained = bsk_jax.explain(bsk_jax.attention, *tensors)
-    assert explained.chosen == "jnp" and "has not run on a GPU yet" in explained.reasons["triton"]
+    for impl in ("auto", "jnp", "triton"):
+        chosen = "triton" if impl == "auto" else impl
+        assert bsk_jax.explain(bsk_jax.attention, *tensors, impl=impl).chosen == chosen

@@ -3,21 +3,22 @@
 The kernels and their planners are those of `bsk.attention`; what differs is who launches them.
 """
 
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
+import numpy as np
 
 import jax
-from jax import lax
 
 from ..core.target import Arch
 from ..dispatch.tuned import planned_for
 from ..launch.description import ArraySpec, KernelLaunch
 from ..masks.band import Band
 from .arrays import gradient_of
+from .batching import batch_of, common_batch, fold_axis, vmapped
 from .block_mask import BlockMask
 from .kernel_calls import Arrays, fp32_precision, made, run_launches
 
@@ -82,41 +83,31 @@ def why_not_triton(q: Any, k: Any, v: Any, mask: BlockMask | None, arch: Arch) -
 
 
 def forward_lists(mask: BlockMask) -> Lists:
-    """The lists of a mask, row by row of its query blocks."""
-    rows, cols, ids = (x.reshape(mask.batch * mask.heads, -1) for x in mask.entries)
-    masks, entries = rows.shape
-    height = mask.grid[0]
-    first = jnp.arange(masks, dtype=jnp.int32)[:, None] * height
-    row = jnp.where(rows < 0, masks * height, first + rows)
-    # entries are sorted within each mask and fill up at its end, so they only move together
-    counts = (rows >= 0).sum(1, dtype=jnp.int32)
-    place = (jnp.cumsum(counts) - counts)[:, None] + jnp.arange(entries, dtype=jnp.int32)
-    place = jnp.where(rows < 0, masks * entries, place).reshape(-1)
-    empty = jnp.zeros(max(masks * entries, 1), jnp.int32)
-    indices, bits_id = (empty.at[place].set(x.reshape(-1), mode="drop") for x in (cols, ids))
-    return _lists(row.reshape(-1), ids.reshape(-1), masks * height, indices, bits_id)
+    """The lists of a mask by blocks of queries, `mask.grid[0] + 1` rows for each of its masks."""
+    entries, lists = mask.entries, mask.lists
+    return _joined(lists.row_start, lists.row_full, entries.kv_block, entries.bits_id)
 
 
 def transposed_lists(mask: BlockMask) -> Lists:
-    """The lists of a mask, row by row of its key blocks."""
-    rows, cols, ids = (x.reshape(mask.batch * mask.heads, -1) for x in mask.entries)
-    masks, width = rows.shape[0], mask.grid[1]
-    first = jnp.arange(masks, dtype=jnp.int32)[:, None] * width
-    col = jnp.where(rows < 0, masks * width, first + cols).reshape(-1)
-    row, ids = rows.reshape(-1), ids.reshape(-1)
-    order = jnp.lexsort((row, ids < 0, col))
-    spare = jnp.zeros(1 if row.size == 0 else 0, jnp.int32)
-    indices, bits_id = (jnp.concatenate([x[order], spare]) for x in (row, ids))
-    return _lists(col, ids, masks * width, indices, bits_id)
+    """The lists of a mask by blocks of keys, `mask.grid[1] + 1` rows for each of its masks."""
+    lists = mask.lists
+    return _joined(lists.column_start, lists.column_full, lists.q_block, lists.bits_id)
 
 
-def _lists(row: Any, ids: Any, rows: int, indices: Any, bits_id: Any) -> Lists:
-    zeros = jnp.zeros(rows, jnp.int32)
-    counts = zeros.at[row].add(1, mode="drop")
-    partial_counts = zeros.at[row].add((ids >= 0).astype(jnp.int32), mode="drop")
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    return Lists(indptr, indptr[:-1] + partial_counts, indices, bits_id)
+def _joined(start: Any, full: Any, indices: Any, bits_id: Any) -> Lists:
+    """The lists of all masks as one, without moving an entry.
+
+    What fills up the list of a mask is in a last row of its own, which no kernel visits.
+    """
+    room = indices.shape[-1]
+    masks = math.prod(indices.shape[:2])
+    if room == 0:
+        # kernels read no entry, but take a pointer
+        indices = bits_id = start
+    if masks > 1 and room > 0:
+        first = room * np.arange(masks, dtype=np.int32).reshape(*start.shape[:2], 1)
+        start, full = start + first, full + first
+    return Lists(*(x.reshape(-1) for x in (start, full, indices, bits_id)))
 
 
 class AttentionArrays(Arrays):
@@ -131,16 +122,19 @@ class AttentionArrays(Arrays):
     def add_call(self, options: KernelOptions, inputs: Any, transposed: bool) -> Any:
         """A call as planners take it; `inputs` are q, k, v, sinks and mask."""
         *qkv, sinks, mask = inputs
-        q, k, v = (self.add(n, x) for n, x in zip("qkv", qkv, strict=True))
+        batches = [x.shape[0] for x in qkv] + ([] if mask is None else [mask.batch])
+        batch = common_batch(batches)
+        q, k, v = (self.add(n, x).with_batch(batch) for n, x in zip("qkv", qkv, strict=True))
         described = None
         if mask is not None:
-            bits = lax.bitcast_convert_type(mask.bits, jnp.int32)
-            if bits.shape[0] == 0:
-                bits = jnp.zeros((1, *bits.shape[1:]), jnp.int32)
+            listed = self.add_lists("lists", forward_lists(mask))
             described = SimpleNamespace(
-                _listed=self.add_lists("lists", forward_lists(mask)),
-                bits=self.add("bits", bits),
-                **{name: getattr(mask, name) for name in ("batch", "heads", "grid", "block_size")},
+                _listed=listed,
+                # without partial blocks kernels read no bits, but take a pointer
+                bits=self.add("bits", mask.bits) if mask.bits.size else listed[0],
+                # a row and a column more, for what fills up the lists
+                grid=(mask.grid[0] + 1, mask.grid[1] + 1),
+                **{name: getattr(mask, name) for name in ("batch", "heads", "block_size")},
             )
             if transposed:
                 lists = transposed_lists(mask)
@@ -207,20 +201,52 @@ def _qkv(call: Any) -> list[tuple[str, ArraySpec]]:
     return [("q", call.q), ("k", call.k), ("v", call.v)]
 
 
+def _fold_inputs(size: int, is_mapped: Any, inputs: Any) -> tuple[Any, int] | None:
+    """q, k, v, sinks and mask with an axis folded into the batch; sinks have no batch."""
+    *_, sinks_are_mapped, mask_is_mapped = is_mapped
+    *_, sinks, mask = inputs
+    if sinks_are_mapped:
+        return None
+    qkv = list(zip(inputs[:3], is_mapped[:3], strict=True))
+    sizes = [batch_of(x, mapped) for x, mapped in qkv]
+    if mask is not None:
+        sizes.append(batch_of(mask.entries.q_block, mask_is_mapped.entries.q_block))
+    batch = common_batch(sizes)
+    folded = [fold_axis(x, mapped, size, batch) for x, mapped in qkv]
+    if mask is not None:
+        mask = mask.folded(mask_is_mapped, size, batch)
+    return (*folded, sinks, mask), batch
+
+
+def _fold_backward(size: int, is_mapped: Any, inputs: Any) -> tuple[Any, int] | None:
+    """The inputs and results of a forward, and what came back for the results, likewise."""
+    call_is_mapped, results_are_mapped = is_mapped
+    call, results = inputs
+    *_, sinks, _ = call
+    # each entry has a gradient of its own for the sinks, which the kernels add up over the batch
+    folded = _fold_inputs(size, call_is_mapped, call) if sinks is None else None
+    if folded is None:
+        return None
+    arrays, batch = folded
+    pairs = zip(results, results_are_mapped, strict=True)
+    return (arrays, [fold_axis(x, m, size, batch, broadcasts=False) for x, m in pairs]), batch
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(options: KernelOptions, *inputs: Any) -> tuple[jax.Array, jax.Array]:
     """Output [B, Hq, Sq, Dv] and lse [B, Hq, Sq]; `inputs` are q, k, v, sinks and mask."""
 
-    @sequential_vmap
     def forward(*inputs: Any) -> Any:
-        q, _, v, _, mask = inputs
+        *_, mask = inputs
         arrays = AttentionArrays()
         call = arrays.add_call(options, inputs, transposed=False)
         found = run_launches(plan_forward(options, call, mask), arrays.given, options.arch)
-        empty = (jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.zeros(q.shape[:3]))
-        return found.get("out", empty[0]), found.get("lse", empty[1])
+        if "out" in found:
+            return found["out"], found["lse"]
+        rows, dim_v = call.q.shape[:3], call.v.shape[3]
+        return jnp.zeros((*rows, dim_v), call.q.dtype), jnp.zeros(rows)
 
-    return forward(*inputs)
+    return vmapped(forward, _fold_inputs)(*inputs)
 
 
 def _attend_fwd(options: KernelOptions, *inputs: Any) -> Any:
@@ -229,23 +255,23 @@ def _attend_fwd(options: KernelOptions, *inputs: Any) -> Any:
 
 
 def _attend_bwd(options: KernelOptions, saved: Any, cotangents: Any) -> Any:
-    @sequential_vmap
     def backward(inputs: Any, results: Any) -> Any:
         arrays = AttentionArrays()
         call = arrays.add_call(options, inputs, transposed=True)
         names = ("out", "lse", "dout", "dlse")
         described = [arrays.add(f"given_{n}", x) for n, x in zip(names, results, strict=True)]
-        *wanted, mask = inputs
+        *_, mask = inputs
         launches = plan_backward(options, call, described, mask)
         found = run_launches(launches, arrays.given, options.arch)
-        like = dict(zip(("dq", "dk", "dv", "dsinks"), wanted, strict=True))
+        like = {"dq": call.q, "dk": call.k, "dv": call.v, "dsinks": call.spec.sinks}
+        # of an empty problem nothing is found
         return [
-            None if x is None else found.get(name, jnp.zeros(x.shape, x.dtype))
+            found[name] if name in found else None if x is None else jnp.zeros(x.shape, x.dtype)
             for name, x in like.items()
         ]
 
     *wanted, mask, out, lse = saved
-    gradients = backward((*wanted, mask), (out, lse, *cotangents))
+    gradients = vmapped(backward, _fold_backward)((*wanted, mask), [out, lse, *cotangents])
     pairs = zip(wanted, gradients, strict=True)
     return *(None if x is None else gradient_of(x, g) for x, g in pairs), None
 

@@ -10,6 +10,7 @@ import jax
 from ..core.errors import InvalidInput, InvalidType
 from ..core.messages import message
 from .arrays import as_host, cdiv, check_pair
+from .batching import fold_axis, fold_pool
 
 WORD = 32
 
@@ -27,6 +28,28 @@ class Entries(NamedTuple):
     """Row of the pool of bit masks for a partial block, -1 for a full one."""
 
 
+class KernelLists(NamedTuple):
+    """What kernels read beside the entries, `[batch, heads, ...]` int32 each.
+
+    Made once with the mask, so that a call of a kernel sorts and counts nothing. A row is a block
+    of queries, a column a block of keys. The first entry of each is followed by the number of all
+    entries: what fills up a list belongs to no row and to no column.
+    """
+
+    row_start: Any
+    """First entry of each row, `Mb + 1` of them."""
+    row_full: Any
+    """First entry of each row that is a full block, and the number of all entries."""
+    q_block: Any
+    """The query block of each entry, sorted by column, partial blocks before full ones."""
+    bits_id: Any
+    """`Entries.bits_id` in that order."""
+    column_start: Any
+    """First entry of each column in that order, `Nb + 1` of them."""
+    column_full: Any
+    """First entry of each column that is a full block, and the number of all entries."""
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class BlockMask:
     """Which blocks of keys each block of queries sees; the pytree twin of `bsk.BlockMask`.
@@ -40,6 +63,8 @@ class BlockMask:
     ----------
     entries : Entries
         The visible blocks, `[batch, heads, entries]`; batch and heads may be 1, which broadcasts.
+    lists : KernelLists
+        Where their rows begin, and the same blocks by columns.
     bits : uint32 `[pool, bq, ceil(bk / 32)]`
         Bit `j % 32` of word `j // 32` of row i says whether element (i, j) of a partial block is
         visible.
@@ -57,12 +82,14 @@ class BlockMask:
     def __init__(
         self,
         entries: Entries,
+        lists: KernelLists,
         bits: Any,
         seq_lengths: tuple[int, int],
         block_size: tuple[int, int],
     ):
         # also called by JAX with whatever a transformation puts in place of arrays
         self.entries = entries
+        self.lists = lists
         self.bits = bits
         self.seq_lengths = seq_lengths
         self.block_size = block_size
@@ -152,19 +179,33 @@ class BlockMask:
         block_size: tuple[int, int],
     ) -> "BlockMask":
         """List the blocks of `seen` [B, H, Mb, Nb]; `bits_id` is -1 where a block is full."""
-        batch, heads = seen.shape[:2]
-        counts = seen.sum((2, 3))
-        room = int(counts.max(initial=0))
-        lists = np.full((3, batch, heads, room), -1, np.int32)
+        batch, heads, height, width = seen.shape
+        room = int(seen.sum((2, 3)).max(initial=0))
+        entries, sorted_by_column = (
+            np.full((n, batch, heads, room), -1, np.int32) for n in (len(Entries._fields), 2)
+        )
+        row_starts, column_starts = (
+            np.zeros((2, batch, heads, side + 1), np.int32) for side in (height, width)
+        )
         for b, h in np.ndindex(batch, heads):
             rows, cols = np.nonzero(seen[b, h])
             ids = bits_id[b, h, rows, cols]
             order = np.lexsort((cols, ids < 0, rows))
-            lists[:, b, h, : len(rows)] = rows[order], cols[order], ids[order]
+            entries[:, b, h, : len(rows)] = rows[order], cols[order], ids[order]
+            row_starts[:, b, h] = _starts(rows, ids, height)
+            order = np.lexsort((rows, ids < 0, cols))
+            sorted_by_column[:, b, h, : len(rows)] = rows[order], ids[order]
+            column_starts[:, b, h] = _starts(cols, ids, width)
         if bits is None:
             bits = np.zeros((0, block_size[0], cdiv(block_size[1], WORD)), np.uint32)
-        entries = Entries(*(jnp.asarray(x) for x in lists))
-        return cls(entries, jnp.asarray(bits), seq_lengths, block_size)
+        lists = (*row_starts, *sorted_by_column, *column_starts)
+        return cls(
+            Entries(*map(jnp.asarray, entries)),
+            KernelLists(*map(jnp.asarray, lists)),
+            jnp.asarray(bits),
+            seq_lengths,
+            block_size,
+        )
 
     @property
     def batch(self) -> int:
@@ -201,7 +242,8 @@ class BlockMask:
             batch if self.batch > 1 else None, heads if self.heads > 1 else None, None
         )
         whole = jax.sharding.PartitionSpec()
-        return BlockMask(Entries(spec, spec, spec), whole, self.seq_lengths, self.block_size)
+        entries, lists = Entries(spec, spec, spec), KernelLists(*[spec] * len(KernelLists._fields))
+        return BlockMask(entries, lists, whole, self.seq_lengths, self.block_size)
 
     def to_element_mask(self) -> jax.Array:
         """Which elements are visible: bool `[batch, heads, Sq, Sk]`, in memory of that size."""
@@ -218,6 +260,35 @@ class BlockMask:
         elements = tiles.swapaxes(2, 3).reshape(self.batch, self.heads, mb * bq, nb * bk)
         return elements[:, :, :sq, :sk]
 
+    def folded(self, is_mapped: "BlockMask", size: int, batch: int) -> "BlockMask":
+        """This mask with an axis of `jax.vmap` as part of its batch: see `batching`.
+
+        `is_mapped` has a bool in place of each array; `batch` is that of the call without the axis.
+        """
+        (entries, lists), (mapped, lists_mapped) = ((x.entries, x.lists) for x in (self, is_mapped))
+        bits, ids, moved = fold_pool(
+            self.bits, entries.bits_id, is_mapped.bits, mapped.bits_id, size
+        )
+        _, ids_by_column, _ = fold_pool(
+            self.bits, lists.bits_id, is_mapped.bits, lists_mapped.bits_id, size
+        )
+        entries, lists = entries._replace(bits_id=ids), lists._replace(bits_id=ids_by_column)
+        mapped = mapped._replace(bits_id=moved)
+        lists_mapped = lists_mapped._replace(bits_id=moved)
+        # masks of the call are not copied for each entry, unless some of their arrays differ
+        alike = not any(jax.tree.leaves((mapped, lists_mapped)))
+
+        def fold(x: Any, is_mapped: bool) -> Any:
+            return fold_axis(x, is_mapped, size, batch, broadcasts=alike)
+
+        return BlockMask(
+            Entries(*map(fold, entries, mapped)),
+            KernelLists(*map(fold, lists, lists_mapped)),
+            bits,
+            self.seq_lengths,
+            self.block_size,
+        )
+
     def check_problem(self, op: str, batch: int, heads: int, sq: int, sk: int) -> None:
         """Raise unless this mask was made for these sizes."""
         if self.seq_lengths != (sq, sk):
@@ -231,7 +302,8 @@ class BlockMask:
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Arrays as children; lengths and block size are static."""
         key = jax.tree_util.GetAttrKey
-        children = ((key("entries"), self.entries), (key("bits"), self.bits))
+        names = ("entries", "lists", "bits")
+        children = tuple((key(name), getattr(self, name)) for name in names)
         return children, (self.seq_lengths, self.block_size)
 
     @classmethod
@@ -257,6 +329,13 @@ def unpack(bits: jax.Array, bits_id: jax.Array, bk: int, bq: int) -> jax.Array:
     lanes = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
     lanes = lanes.reshape(*lanes.shape[:-2], -1)[..., :bk].astype(bool)
     return lanes | (bits_id < 0)[..., None, None]
+
+
+def _starts(lines: np.ndarray, ids: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """First entry and first full entry of each row or column, and the number of all entries."""
+    lengths, partial = (np.bincount(x, minlength=count) for x in (lines, lines[ids >= 0]))
+    start = np.concatenate([[0], np.cumsum(lengths)])
+    return start, start + np.append(partial, 0)
 
 
 def _packed(tiles: np.ndarray) -> np.ndarray:

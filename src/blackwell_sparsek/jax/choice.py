@@ -9,7 +9,6 @@ import jax
 
 from ..core.errors import InvalidInput, Unsupported
 from ..core.messages import message
-from ..dispatch.not_run_yet import not_run_yet
 
 IMPLS = ("auto", "jnp", "triton")
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
@@ -52,8 +51,6 @@ def choose(op: str, impl: str, problem: str, why_not_triton: Callable[[], str | 
         if impl == "triton":
             raise Unsupported(f"{op}: impl='triton' {reason}")
         chosen, reasons["triton"] = "jnp", reason
-    elif impl == "auto" and (reason := not_run_yet(problem)) is not None:
-        chosen, reasons["triton"] = "jnp", f"{reason} (impl='triton')"
     else:
         chosen, reasons["jnp"] = "triton", "comes after triton"
     if _explaining.get():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
 import jax
 
@@ -13,6 +12,7 @@ from ..core.errors import Unsupported
 from ..core.target import Arch
 from ..launch.description import KernelLaunch
 from .attention_triton import KernelOptions
+from .batching import batch_of, fold_axis, fold_pool, vmapped
 from .kernel_calls import Arrays, made, run_launches
 
 NO_DERIVATIVE = (
@@ -64,10 +64,13 @@ def plan(
     wanted: Any = problem
     config = attn_decode_config(wanted, options.precision)
     page_size = None if cache.page_table is None else cache.k.shape[1]
+    k_cache, v_cache = arrays.add("k", cache.k), arrays.add("v", cache.v)
+    if page_size is None:
+        k_cache, v_cache = (x.with_batch(problem.batch) for x in (k_cache, v_cache))
     call = SimpleNamespace(
         q=arrays.add("q", q),
-        k_cache=arrays.add("k", cache.k),
-        v_cache=arrays.add("v", cache.v),
+        k_cache=k_cache,
+        v_cache=v_cache,
         cache_seqlens=arrays.add("lengths", cache.lengths),
         page_table=arrays.add_if("page_table", cache.page_table),
         kv_blocks=arrays.add_if("kv_blocks", cache.kv_blocks),
@@ -95,22 +98,49 @@ def plan(
     return plan_attn_decode(out, lse, call, caches, workspace, config)
 
 
+def _fold(size: int, is_mapped: Any, inputs: Any) -> tuple[Any, int] | None:
+    """q, cache and sinks with an axis folded into the batch; sinks have no batch."""
+    q_is_mapped, cache_is_mapped, sinks_are_mapped = is_mapped
+    q, cache, sinks = inputs
+    if sinks_are_mapped:
+        return None
+    batch = batch_of(q, q_is_mapped)
+    fold = partial(fold_axis, size=size, batch=batch, broadcasts=False)
+    mapped = cache_is_mapped._asdict()
+    if cache.page_table is not None:
+        keys, values = cache_is_mapped.k, cache_is_mapped.v
+        if keys != values:
+            # one page table serves both
+            return None
+        pages, table, mapped["page_table"] = fold_pool(
+            cache.k, cache.page_table, keys, cache_is_mapped.page_table, size
+        )
+        folded_v = cache.v.reshape(-1, *cache.v.shape[2:]) if values else cache.v
+        cache = cache._replace(k=pages, v=folded_v, page_table=table)
+    else:
+        k, v = (fold_axis(getattr(cache, n), mapped[n], size, batch) for n in "kv")
+        cache = cache._replace(k=k, v=v)
+    lists = ("lengths", "page_table", "kv_blocks")
+    cache = cache._replace(**{n: fold(getattr(cache, n), mapped[n]) for n in lists})
+    return (fold(q, q_is_mapped), cache, sinks), batch
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def decode_triton(
     options: KernelOptions, kv_block: int, q: jax.Array, cache: Any, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of a checked call; `kv_block` is the size of listed blocks without pages."""
 
-    @sequential_vmap
     def kernels(q: jax.Array, cache: Any, sinks: jax.Array | None) -> Any:
         arrays = Arrays()
         launch = plan(options, kv_block, q, cache, sinks, arrays)
         found = run_launches([launch], arrays.given, options.arch)
         shape = (*q.shape[:3], cache.v.shape[3])
-        empty = jnp.zeros(shape, q.dtype), jnp.zeros(shape[:3], jnp.float32)
-        return found.get("out", empty[0]), found.get("lse", empty[1])
+        if "out" in found:
+            return found["out"], found["lse"]
+        return jnp.zeros(shape, q.dtype), jnp.zeros(shape[:3], jnp.float32)
 
-    return kernels(q, cache, sinks)
+    return vmapped(kernels, _fold)(q, cache, sinks)
 
 
 @decode_triton.defjvp

@@ -39,7 +39,7 @@ class _Text:
     def of(self, value: Any, unspecialised: bool) -> str:
         """One argument; `unspecialised` where the kernel wants no number as a constant."""
         if isinstance(value, ArraySpec):
-            return f"p_{value.name}"
+            return _pointer(value)
         if isinstance(value, tuple):
             kind = type(value)
             self.records[kind.__name__] = kind
@@ -64,6 +64,14 @@ class _Text:
             # jax-triton makes a constant of a 1, and the type of others depends on their value
             number = f"tl.cast({number}, tl.{'int64' if wide else 'int32'})"
         return number if step == 1 else f"{number} * {step}"
+
+
+def _pointer(array: ArraySpec) -> str:
+    """The pointer that a kernel takes: torch passes words of bits as int32, JAX as uint32."""
+    name = f"p_{array.name}"
+    if str(array.dtype) != "uint32":
+        return name
+    return f"tl.cast({name}, tl.pointer_type(tl.int32), bitcast=True)"
 
 
 def flat_kernel(launch: KernelLaunch, read: list[str], written: list[str]) -> FlatKernel:

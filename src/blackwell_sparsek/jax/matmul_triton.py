@@ -18,6 +18,7 @@ from ..core.integers import cdiv
 from ..core.target import Arch
 from ..dispatch.tuned import planned_for
 from .arrays import gradient_of
+from .batching import batch_of, fold_axis, vmapped
 from .kernel_calls import Arrays, made, run_launches
 
 
@@ -224,11 +225,20 @@ def plan_sample(
     return list(plan_sddmm(out, parts, a, b, lists, config))
 
 
+def _fold_product(size: int, is_mapped: Any, inputs: Any) -> tuple[Any, int] | None:
+    """data, x and pattern with an axis folded into the batch of x; one matrix has no batch."""
+    _, x_is_mapped, _ = is_mapped
+    data, x, pattern = inputs
+    if sum(jax.tree.leaves(is_mapped)) > x_is_mapped:
+        return None
+    batch = batch_of(x, x_is_mapped)
+    return (data, fold_axis(x, x_is_mapped, size, batch), pattern), batch
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(options: ProductOptions, data: jax.Array, x: jax.Array, pattern: Pattern) -> jax.Array:
     """op(A) @ x, or x @ op(A) where `dense_left`."""
 
-    @sequential_vmap
     def kernels(data: jax.Array, x: jax.Array, pattern: Pattern) -> jax.Array:
         rows = options.shape[1 if options.by_columns else 0]
         tail = (x.shape[1], rows) if options.dense_left else (rows, x.shape[2])
@@ -239,7 +249,7 @@ def multiply(options: ProductOptions, data: jax.Array, x: jax.Array, pattern: Pa
         found = run_launches(launches, arrays.given, options.arch)
         return found["out"] if launches else jnp.zeros((x.shape[0], *tail), data.dtype)
 
-    return kernels(data, x, pattern)
+    return vmapped(kernels, _fold_product)(data, x, pattern)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -43,6 +43,13 @@ class ArraySpec:
         shape, strides = (tuple(x[d] for d in dims) for x in (self.shape, self.strides))
         return ArraySpec(self.name, self.role, shape, self.dtype, strides, self.memory)
 
+    def with_batch(self, batch: int) -> "ArraySpec":
+        """This array, or the same memory for each of `batch` where its first dimension is 1."""
+        if self.shape[0] in (0, batch):
+            return self
+        shape, strides = (batch, *self.shape[1:]), (0, *self.strides[1:])
+        return ArraySpec(self.name, self.role, shape, self.dtype, strides, self.memory)
+
     def stride(self, dim: int | None = None) -> Any:
         """The stride of one dimension, or of all."""
         return self.strides if dim is None else self.strides[dim]

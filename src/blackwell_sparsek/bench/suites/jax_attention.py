@@ -1,13 +1,16 @@
-"""Attention in a jitted loop of JAX, against the same calls in torch and JAX's own attention.
+"""Attention called from JAX, against the same calls in torch and JAX's own attention.
 
-Every call takes the result of the one before as its queries, so that no compiler can leave one out.
-The figure is the time of the loop over the number of its calls.
+In a loop, every call takes the result of the one before as its queries, so that no compiler can
+leave one out; the figure is the time of the loop over the number of its calls. Of one call, it is
+the time until its result is there, with what the host does before and after. Kernels of the same
+tiles are `bsk_jax` and `bsk_triton`; `bsk` takes the Hopper kernels, which JAX cannot launch.
 """
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.dlpack
@@ -20,8 +23,17 @@ from .attention_problem import Attention, AttentionInputs
 
 # Calls of one loop.
 CALLS = 50
+# Calls in the body of a loop of XLA: with one alone, its result is copied to where the next reads.
+UNROLLED = 2
 OURS_JAX, OURS_TRITON = "bsk_jax", "bsk_triton"
 DPA, DPA_CUDNN = "jax_dpa", "jax_dpa_cudnn"
+
+
+class Calls(NamedTuple):
+    """A problem, and how many calls are timed together."""
+
+    inputs: AttentionInputs
+    repeats: int
 
 
 def _why_no_jax() -> str | None:
@@ -37,42 +49,46 @@ def _why_no_kernels() -> str | None:
     return missing or _why_no_jax()
 
 
-def _contender(inputs: AttentionInputs, loop: Callable[[int], Any], notes: Any = None) -> Contender:
+def _contender(calls: Calls, loop: Callable[[int], Any]) -> Contender:
     """A loop that makes this many calls, waits for the last, and returns its result for torch."""
 
     def measured() -> float:
         begin = time.perf_counter()
-        loop(CALLS)
-        return (time.perf_counter() - begin) / CALLS
+        loop(calls.repeats)
+        return (time.perf_counter() - begin) / calls.repeats
 
-    # compiles both; the result of one call is what fp64 is compared with
-    loop(CALLS)
-    check = inputs.check()
-    return Contender(measured, lambda seconds: check(loop(1)), inputs.flops, notes=notes)
+    # compiles; the result of one call is what fp64 is compared with
+    loop(calls.repeats)
+    check = calls.inputs.check()
+    return Contender(measured, lambda seconds: check(loop(1)), calls.inputs.flops)
 
 
-def _in_torch(inputs: AttentionInputs, impl: str) -> Contender:
-    options = options_of(inputs)
+def _in_torch(calls: Calls, impl: str) -> Contender:
+    inputs, options = calls.inputs, options_of(calls.inputs)
 
-    def loop(calls: int) -> Any:
+    def loop(count: int) -> Any:
         out: Any = inputs.q
-        for _ in range(calls):
+        for _ in range(count):
             out = attention(out, inputs.k, inputs.v, impl=impl, **options)
         torch.cuda.synchronize(inputs.q.device)
         return out
 
-    return _contender(inputs, loop)
+    return _contender(calls, loop)
 
 
-def _in_jax(inputs: AttentionInputs, call: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
+def _in_jax(call: Callable[..., Any], arrays: tuple[Any, ...]) -> Callable[[int], Any]:
     """A loop of `call(out, *arrays)`, which keeps the layout of the queries `arrays[0]`."""
     import jax
 
-    def looped(calls: Any, q: Any, *others: Any) -> Any:
-        return jax.lax.fori_loop(0, calls, lambda _, out: call(out, *others), q)
+    def looped(count: int, q: Any, *others: Any) -> Any:
+        def step(_: Any, out: Any) -> Any:
+            return call(out, *others)
 
-    compiled = jax.jit(looped)
-    return lambda calls: compiled(calls, *arrays).block_until_ready()
+        # a count known while tracing: otherwise the host reads the condition from the GPU each time
+        return jax.lax.fori_loop(0, count, step, q, unroll=UNROLLED) if count > 1 else step(0, q)
+
+    compiled = jax.jit(looped, static_argnums=0)
+    return lambda count: compiled(count, *arrays).block_until_ready()
 
 
 def _as_torch(x: Any) -> torch.Tensor:
@@ -85,10 +101,10 @@ def _as_jax(x: torch.Tensor) -> Any:
     return jnp.from_dlpack(x.contiguous())
 
 
-def _ours(inputs: AttentionInputs) -> Contender:
+def _ours(calls: Calls) -> Contender:
     from ... import jax as bsk_jax
 
-    p = inputs.problem
+    inputs, p = calls.inputs, calls.inputs.problem
     mask = None if inputs.mask is None else bsk_jax.BlockMask.from_torch(inputs.mask)
 
     def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -97,14 +113,14 @@ def _ours(inputs: AttentionInputs) -> Contender:
         )
 
     arrays = (*map(_as_jax, (inputs.q, inputs.k, inputs.v)), mask)
-    loop = _in_jax(inputs, call, arrays)
-    return _contender(inputs, lambda calls: _as_torch(loop(calls)))
+    loop = _in_jax(call, arrays)
+    return _contender(calls, lambda count: _as_torch(loop(count)))
 
 
-def _dot_product_attention(inputs: AttentionInputs, implementation: str) -> Contender:
+def _dot_product_attention(calls: Calls, implementation: str) -> Contender:
     import jax
 
-    p = inputs.problem
+    inputs, p = calls.inputs, calls.inputs.problem
     shown = None
     if inputs.keep is not None and p.block is not None:
         blocks = inputs.keep.repeat_interleave(p.block[0], 1).repeat_interleave(p.block[1], 2)
@@ -115,8 +131,8 @@ def _dot_product_attention(inputs: AttentionInputs, implementation: str) -> Cont
             q, k, v, mask=shown, is_causal=p.causal, implementation=implementation
         )
 
-    loop = _in_jax(inputs, call, (*map(_as_jax, inputs.token_major()), shown))
-    return _contender(inputs, lambda calls: _as_torch(loop(calls)).transpose(1, 2))
+    loop = _in_jax(call, (*map(_as_jax, inputs.token_major()), shown))
+    return _contender(calls, lambda count: _as_torch(loop(count)).transpose(1, 2))
 
 
 PEERS = {
@@ -141,7 +157,7 @@ PEERS = {
 
 
 def jax_attention(tiny: bool = False) -> Iterator[Case]:
-    """Attention in a jitted loop: the same kernels by torch, and JAX's own with the same mask."""
+    """Attention from JAX, in a jitted loop and one call; the same by torch and by JAX itself."""
     dtype, sizes = dtype_of(tiny), (1, 2, 64, 16) if tiny else (1, 16, 4096, 128)
     block, density = (16, 16) if tiny else (128, 128), 0.22
     problems = {
@@ -149,8 +165,15 @@ def jax_attention(tiny: bool = False) -> Iterator[Case]:
         "4k, causal": Attention(*sizes, dtype=dtype, causal=True),
         "4k": Attention(*sizes, dtype=dtype),
     }
-    for name, problem in problems.items():
-        yield Case(name, problem.describe(), problem.build, (*PEERS,), modes=(REPORTED,))
+    for how, count in (("in a loop", CALLS), ("one call", 1)):
+        for name, problem in problems.items():
+            facts = {**problem.describe(), "calls": count}
+            build = partial(_build, problem, count)
+            yield Case(f"{name}, {how}", facts, build, (*PEERS,), modes=(REPORTED,))
+
+
+def _build(problem: Attention, count: int, device: torch.device) -> Calls:
+    return Calls(problem.build(device), count)
 
 
 SUITES = [
