@@ -243,6 +243,9 @@ CAUSAL = Band(None, 0)
         ((32, 1), 2048, CAUSAL, 16, 16),
         # two KV heads at a time fill half of the SMs; in order, all eight run together
         ((64, 8), 4096, CAUSAL, 2, 4),
+        # in order, 512 work tiles are enough, and sums of shares are large
+        ((128, 16), 4096, CAUSAL, 2, 1),
+        ((64, 8), 32768, CAUSAL, 1, 1),
         ((16, 16), 512, CAUSAL, 1, 1),
         ((32, 1), 512, EVERYTHING, 32, 32),
     ],

@@ -334,10 +334,14 @@ def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
     A work tile with all query heads of a KV head is long, and with few KV heads and short sequences
     they are too few for all SMs. Causal, D128, microseconds with a whole group and with shares: 28
     heads on 4 486 and 191 at 2k tokens, 948 and 572 at 4k, 2177 and 2148 at 8k; 64 on 8 at 4k 1705
-    and 1217.
+    and 1217. In order, each share has fp32 sums of dk and dv of its own: long sequences, which have
+    work for all SMs, do without that memory.
     """
     group_size = problem.heads_q // problem.heads_kv
     if group_size == 1 or problem.mask_block is not None or _is_wide(problem):
+        return 1
+    work_tiles = problem.batch * problem.heads_kv * cdiv(problem.max_k, _keys_of_tile(problem))
+    if problem.deterministic and work_tiles > UNEVEN_TILES * problem.arch.num_sms:
         return 1
     shares = (n for n in range(1, group_size + 1) if group_size % n == 0)
     steps = {n: _steps(problem, band, n) for n in shares}
