@@ -55,6 +55,7 @@ def fake_gpu(monkeypatch):
 
     monkeypatch.setattr(launcher, "find_variant", find_for)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(templates, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(workspace, "_zeros", {})
     monkeypatch.setattr(workspace, "_kept", {})

@@ -36,7 +36,8 @@ CHECKS = (
 def pretend_gpu(monkeypatch):
     """CPU tensors count as a GPU's; nothing is launched."""
     monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
-    monkeypatch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
+    for user in (module, templates):
+        monkeypatch.setattr(user, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
     # every call is recorded, also the first one of its sizes
     for user in (module, attention_repeat, attention_autograd):

@@ -252,7 +252,7 @@ def attention(
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
     further = (alibi_slopes, bias, out)
-    is_extended = any(x is not None for x in further)
+    is_extended = not (alibi_slopes is None and bias is None and out is None)
     if is_extended:
         found, results = None, _repeated(options, (*inputs, *further), block_mask)
     else:

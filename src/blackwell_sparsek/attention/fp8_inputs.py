@@ -24,11 +24,16 @@ from .inputs import DENSE, check_block_mask, check_head_dims, check_qkv_shapes, 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+_FP8 = (E4M3, torch.float8_e5m2)
+
+
 def is_fp8_call(q: Any, *others: Any) -> bool:
     """Whether a call is one for fp8: by its queries, or by arguments that only fp8 has."""
-    return getattr(q, "dtype", None) in (E4M3, torch.float8_e5m2) or any(
-        x is not None for x in others
-    )
+    # every call of attention asks this: no generator
+    for x in others:
+        if x is not None:
+            return True
+    return getattr(q, "dtype", None) in _FP8
 
 
 def fp8_call(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.compat import raw_stream
+from ..core.compat import empty_on_gpu, raw_stream
 from . import workspace
 from .descriptors import Descriptor
 from .driver import TensorMap
@@ -174,4 +174,4 @@ class RecordedLaunches:
         """Scratch memory for the whole call: the stream's, or allocated for this call alone."""
         if self._shares and not capturing:
             return stream_memory(self._bytes, self._device, stream)
-        return torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+        return empty_on_gpu((self._bytes,), (1,), torch.uint8)

@@ -136,10 +136,10 @@ def zeroed_counters(
     if not capturing:
         key = (device.index or 0, stream)
         with _zeros_lock:
-            if key not in _zeros:
-                _zeros[key] = made_outside_pool(lambda: _Zeros(device), device)
-            words = _zeros[key].words
-            address = _zeros[key].take(count)
+            zeros = _zeros.get(key)
+            if zeros is None:
+                zeros = _zeros[key] = made_outside_pool(lambda: _Zeros(device), device)
+            words, address = zeros.words, zeros.take(count)
             if address is None:
                 del _zeros[key]
         if address is not None:

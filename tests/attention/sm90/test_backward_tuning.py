@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from blackwell_sparsek.attention.sm90 import tuning
 from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
 from blackwell_sparsek.attention.sm90.tuning import (
     FEW_QUERIES,
@@ -17,7 +16,6 @@ from blackwell_sparsek.attention.sm90.tuning import (
     attn_bwd_sm90_passed_over,
     attn_bwd_sm90_raster_group,
     attn_bwd_sm90_unsupported,
-    modelled_head_splits,
 )
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
 from blackwell_sparsek.core.arch import Arch
@@ -76,8 +74,9 @@ def test_what_runs(changes):
     assert attn_bwd_sm90_unsupported(problem(**changes)) is None
 
 
-def test_packed_sequences_wait_for_a_gpu():
-    assert "has not run on a GPU yet" in attn_bwd_sm90_passed_over(problem(**PACKED_WIDE))
+def test_auto_takes_packed_sequences_with_wide_heads():
+    assert attn_bwd_sm90_passed_over(problem(**PACKED_WIDE)) is None
+    assert "31 queries" in attn_bwd_sm90_passed_over(problem(**PACKED_WIDE, max_q=31))
 
 
 def test_few_queries_are_left_to_smaller_tiles():
@@ -124,12 +123,8 @@ def test_tiles_cover_the_head_dims(dims, tiles):
     ],
 )
 @pytest.mark.parametrize("block", [None, (128, 128)])
-def test_scores_sum_over_what_is_not_zero(dims, scores, block, monkeypatch):
-    asked = problem(head_dim=dims[0], head_dim_v=dims[1], mask_block=block)
-    config = attn_bwd_sm90_config(asked)
-    assert (config.SCORE_D, config.SCORE_DV) == (config.TILE_D, config.TILE_DV)
-    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
-    config = attn_bwd_sm90_config(asked)
+def test_scores_sum_over_what_is_not_zero(dims, scores, block):
+    config = attn_bwd_sm90_config(problem(head_dim=dims[0], head_dim_v=dims[1], mask_block=block))
     assert scores == (config.SCORE_D, config.SCORE_DV)
     # consumers wait until only the products for dp are under way
     slices = 2 if scores[1] == 96 else config.dv_slices
@@ -230,31 +225,38 @@ CAUSAL = Band(None, 0)
 
 
 @pytest.mark.parametrize(
-    "heads, tokens, band, splits",
+    "heads, tokens, band, splits, ordered_splits",
     [
         # 64 work tiles as long as 7 heads, 128 of them, and 256
-        ((28, 4), 2048, CAUSAL, 7),
-        ((28, 4), 4096, CAUSAL, 7),
-        ((28, 4), 8192, CAUSAL, 1),
-        ((28, 4), 2048, EVERYTHING, 7),
+        ((28, 4), 2048, CAUSAL, 7, 7),
+        ((28, 4), 4096, CAUSAL, 7, 7),
+        # in order, seven heads at a time take longer
+        ((28, 4), 8192, CAUSAL, 1, 7),
+        ((28, 4), 2048, EVERYTHING, 7, 7),
         # 128 equal work tiles for 132 programs
-        ((28, 4), 4096, EVERYTHING, 1),
+        ((28, 4), 4096, EVERYTHING, 1, 1),
         # windows make work tiles short and equal
-        ((28, 4), 4096, Band(511, 0), 1),
+        ((28, 4), 4096, Band(511, 0), 1, 1),
         # shares of more than one head
-        ((32, 8), 2048, CAUSAL, 2),
-        ((32, 8), 4096, CAUSAL, 1),
-        ((32, 1), 2048, CAUSAL, 16),
-        ((16, 16), 512, CAUSAL, 1),
+        ((32, 8), 2048, CAUSAL, 2, 2),
+        ((32, 8), 4096, CAUSAL, 1, 1),
+        ((32, 1), 2048, CAUSAL, 16, 16),
+        # two KV heads at a time fill half of the SMs; in order, all eight run together
+        ((64, 8), 4096, CAUSAL, 2, 4),
+        # in order, 512 work tiles are enough, and sums of shares are large
+        ((128, 16), 4096, CAUSAL, 2, 1),
+        ((64, 8), 32768, CAUSAL, 1, 1),
+        ((16, 16), 512, CAUSAL, 1, 1),
+        ((32, 1), 512, EVERYTHING, 32, 32),
     ],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_heads_are_shared_where_work_tiles_are_few(heads, tokens, band, splits, deterministic):
+def test_heads_are_shared_where_work_tiles_are_few(heads, tokens, band, splits, ordered_splits):
     changes = {"heads_q": heads[0], "heads_kv": heads[1], "banded": band != EVERYTHING}
-    asked = problem(max_q=tokens, max_k=tokens, deterministic=deterministic, **changes)
-    assert modelled_head_splits(asked, band) == splits
-    config = attn_bwd_sm90_config(asked, splits)
-    assert (splits > 1) == config.SPLIT_HEADS and deterministic == config.ORDERED
+    for ordered, expected in ((False, splits), (True, ordered_splits)):
+        asked = problem(max_q=tokens, max_k=tokens, deterministic=ordered, **changes)
+        assert attn_bwd_sm90_head_splits(asked, band) == expected
+        config = attn_bwd_sm90_config(asked, expected)
+        assert (expected > 1) == config.SPLIT_HEADS and ordered == config.ORDERED
 
 
 @pytest.mark.parametrize(
@@ -262,14 +264,7 @@ def test_heads_are_shared_where_work_tiles_are_few(heads, tokens, band, splits, 
 )
 def test_masks_and_wide_heads_are_not_shared(changes):
     few = problem(heads_q=32, heads_kv=1, max_q=512, max_k=512, **changes)
-    assert modelled_head_splits(few, EVERYTHING) == 1
-
-
-def test_shared_heads_wait_for_a_gpu(monkeypatch):
-    few = problem(heads_q=32, heads_kv=1, max_q=512, max_k=512)
     assert attn_bwd_sm90_head_splits(few, EVERYTHING) == 1
-    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
-    assert attn_bwd_sm90_head_splits(few, EVERYTHING) == modelled_head_splits(few, EVERYTHING) == 32
 
 
 @pytest.mark.parametrize("deterministic, raster_group", [(False, 16), (True, 8)])

@@ -70,7 +70,7 @@ def test_neighbouring_sequences_do_not_count():
             given,
         )
         for given, impl in (
-            ([x.requires_grad_() for x in (q, k, v)], "sm90"),
+            ([x.requires_grad_() for x in (q, k, v)], "auto"),
             ([x.requires_grad_() for x in clean], "reference"),
         )
     )  # fmt: skip

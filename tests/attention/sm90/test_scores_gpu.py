@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.attention.sm90 import tuning
+from blackwell_sparsek.attention.sm90 import launch
 from blackwell_sparsek.attention.sm90.tuning import attn_bwd_sm90_config
 from blackwell_sparsek.calls.attention import AttnProblem
 from blackwell_sparsek.masks.band import EVERYTHING, Band
@@ -35,8 +35,7 @@ BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None))
 @pytest.mark.parametrize("blocks", [None, (128, 128)])
 def test_gradients(dims, dtype, softcap, blocks, deterministic, monkeypatch):
     """Heads are not shared here; columns past the head dim are zeros in shared memory."""
-    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
-    monkeypatch.setattr(tuning, "modelled_head_splits", lambda *given: 1)
+    monkeypatch.setattr(launch, "attn_bwd_sm90_head_splits", lambda *given: 1)
     rng = random.Random(f"{dims}")
     for seed, (sq, sk) in enumerate(((1, 1), (65, 127), (333, 1000), (1000, 333), (700, 700))):
         case = AttnCase(
@@ -53,9 +52,8 @@ def test_gradients(dims, dtype, softcap, blocks, deterministic, monkeypatch):
         check(q, k, v, spec, seed, str(case), deterministic)
 
 
-def test_columns_of_neighbouring_tensors_do_not_count(monkeypatch):
+def test_columns_of_neighbouring_tensors_do_not_count():
     """NaN in the columns behind the last one of a wider tensor, which a tile would cover."""
-    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
     q, k, v, spec = AttnCase(
         5, BRAIN, heads=(2, 2), lengths=((130, 190),), head_dims=(96, 96)
     ).build("cuda")

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.attention.sm90 import launch, resize, tuning
+from blackwell_sparsek.attention.sm90 import launch, resize
 from blackwell_sparsek.attention.triton import backward as attention_bwd_triton
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.testing.attention_cases import AttnCase
@@ -82,9 +82,8 @@ def test_the_same_bits_in_every_run(splits, band, monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_replayed_and_resized(deterministic, monkeypatch):
+def test_replayed_and_resized(deterministic):
     """The tuning's own choice at 28 heads on 4, recorded, replayed, and with lengths never seen."""
-    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
     torch.manual_seed(0)
     for tokens in (300, 300, 300, 301, 300, 429, 1000):
         q, dout = (torch.randn(1, 28, tokens, 128, device="cuda", dtype=BRAIN) for _ in "qd")
@@ -102,9 +101,8 @@ def test_replayed_and_resized(deterministic, monkeypatch):
             torch.testing.assert_close(x, want, atol=2e-2 * float(want.abs().max()), rtol=2e-2)
 
 
-def test_a_graph(monkeypatch):
+def test_a_graph():
     """Sums must be zeroed at every replay."""
-    monkeypatch.setattr(tuning, "not_run_yet", lambda problem: None)
     q, dout = (torch.randn(1, 8, 333, 64, device="cuda", dtype=BRAIN) for _ in "qd")
     k, v = (torch.randn(1, 1, 333, 64, device="cuda", dtype=BRAIN) for _ in "kv")
     inputs = [x.requires_grad_() for x in (q, k, v)]

@@ -11,7 +11,6 @@ import torch
 from ...calls.attention import AttnProblem
 from ...calls.fp8 import Fp8AttnProblem
 from ...core.compat import why_no_gluon
-from ...dispatch.dispatcher import not_run_yet
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
@@ -265,9 +264,13 @@ ORDERED, PLANNED = 3, 2
 # What a work tile takes beside its products, in steps of 64 queries at D128 (2.1 us): 5 us, and
 # more where dk and dv go through 16 KB of shared memory to fp32 sums. Rounding takes a launch.
 WORK_TILE_STEPS, SHARED_TILE_STEPS, ROUNDING_STEPS = 2.4, 4.0, 3.0
+# What a step takes longer for each further head that a work tile visits together with the first,
+# in ordered accumulation under a causal band. Microseconds of a step of 1, 2, 4 and 8 heads: 2.27,
+# 2.36, 2.46, 2.67.
+OF_FURTHER_HEAD = 0.025
 # Share of the time without a split at which one begins. The estimate is within a tenth of the
-# simulated schedule except where raster groups are small, which it does not see.
-WORTH_SPLITTING = 0.9
+# simulated schedule (`tests/attention/sm90/test_backward_schedule.py`).
+WORTH_SPLITTING = 0.95
 
 
 def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
@@ -283,7 +286,7 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
 
 def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper backward cannot run these packed sequences, or None."""
-    if max(problem.head_dim, problem.head_dim_v) <= 128:
+    if not _is_wide(problem):
         return "packed sequences with head dimensions up to 128 are not written yet"
     if problem.mask_block is not None:
         return "packed sequences with a mask are not written yet"
@@ -296,8 +299,6 @@ def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
 
 def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
-    if problem.varlen:
-        return not_run_yet(problem)
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None
@@ -312,8 +313,8 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without. Heads above 128
     have one kernel, whose tiles have 64 keys whatever the mask.
     """
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    return problem.mask_block is not None and problem.mask_block[1] == 64 and not wide
+    narrow_blocks = problem.mask_block is not None and problem.mask_block[1] == 64
+    return narrow_blocks and not _is_wide(problem)
 
 
 def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdSm90Config:
@@ -323,30 +324,24 @@ def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdS
     tile_d = 128 if 64 < widest <= 128 else tile_width(problem.head_dim)
     tile_dv = tile_width(problem.head_dim_v)
     masked, ordered = problem.mask_block, problem.deterministic
-    # sums over 96 of 128 columns have not run on a GPU yet
-    dims = None if not_run_yet(problem) else (problem.head_dim, problem.head_dim_v)
+    dims = problem.head_dim, problem.head_dim_v
     return make_backward_config(tile_d, tile_dv, masked, ordered, head_splits > 1, dims)
 
 
 def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
     """Work tiles that share the query heads of a KV tile; 1 if one has them all.
 
-    Kernels that share heads have not run on a GPU yet.
-    """
-    return 1 if not_run_yet(problem) else modelled_head_splits(problem, band)
-
-
-def modelled_head_splits(problem: AttnProblem, band: Band) -> int:
-    """The number of shares with the least time by count of tiles.
-
     A work tile with all query heads of a KV head is long, and with few KV heads and short sequences
-    they are too few for all SMs: 28 heads on 4, causal, in steps of 64 queries, with a whole group
-    and with a work tile for each head: 2k tokens 226, 77; 4k 450, 263; 8k 898, 941, where 58, 224
-    and 882 are the least. 450 steps are 0.95 ms, and 0.93 ms were measured.
+    they are too few for all SMs. Causal, D128, microseconds with a whole group and with shares: 28
+    heads on 4 486 and 191 at 2k tokens, 948 and 572 at 4k, 2177 and 2148 at 8k; 64 on 8 at 4k 1705
+    and 1217. In order, each share has fp32 sums of dk and dv of its own: long sequences, which have
+    work for all SMs, do without that memory.
     """
     group_size = problem.heads_q // problem.heads_kv
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    if wide or problem.mask_block is not None or group_size == 1:
+    if group_size == 1 or problem.mask_block is not None or _is_wide(problem):
+        return 1
+    work_tiles = problem.batch * problem.heads_kv * cdiv(problem.max_k, _keys_of_tile(problem))
+    if problem.deterministic and work_tiles > UNEVEN_TILES * problem.arch.num_sms:
         return 1
     shares = (n for n in range(1, group_size + 1) if group_size % n == 0)
     steps = {n: _steps(problem, band, n) for n in shares}
@@ -358,22 +353,33 @@ def _steps(problem: AttnProblem, band: Band, head_splits: int) -> float:
     """Steps of 64 queries of the busiest program, up to head dims of 128.
 
     Under a band with one side, the longest work tiles come first, so that programs end together
-    unless one work tile is longer than that; otherwise all are equal.
+    unless one work tile is longer than that; otherwise all are equal. The same holds within a
+    raster group. Groups that leave SMs idle run several at a time, and the longest work tile of the
+    last one begins that much later.
     """
     sms, heads = problem.arch.num_sms, problem.heads_q // problem.heads_kv // head_splits
-    tile_n = 2 * GROUP_ROWS
-    queries = problem.max_q
+    tile_n, queries = _keys_of_tile(problem), problem.max_q
     if band.left is not None and band.right is not None:
         queries = min(queries, max(band.left + band.right, 0) + tile_n)
     longest = heads * cdiv(queries, GROUP_ROWS)
     kv_tiles = cdiv(problem.max_k, tile_n)
-    work_tiles = problem.batch * problem.heads_kv * head_splits * kv_tiles
+    batch_heads = problem.batch * problem.heads_kv * head_splits
+    work_tiles = batch_heads * kv_tiles
     of_tile = WORK_TILE_STEPS if head_splits == 1 else SHARED_TILE_STEPS
     rounding = 0.0 if head_splits == 1 else ROUNDING_STEPS
     if (band.left is None) == (band.right is None):
         return cdiv(work_tiles, sms) * (longest + of_tile) + rounding
     mean = longest * (kv_tiles + 1) / (2 * max(kv_tiles, 1))
-    return max(longest + of_tile, work_tiles * (mean + of_tile) / sms) + rounding
+    everywhere = work_tiles * (mean + of_tile) / sms
+    if problem.deterministic and band.left is None:
+        # the kernel visits the heads of a work tile together
+        everywhere *= 1 + OF_FURTHER_HEAD * (heads - 1)
+    late = 0.0
+    if work_tiles > sms:
+        raster_group = attn_bwd_sm90_raster_group(problem, head_splits)
+        earlier = (batch_heads // raster_group - 1) * raster_group
+        late = longest * max(1 - (batch_heads - earlier) * kv_tiles / sms, 0.0)
+    return max(longest + of_tile, everywhere + late) + rounding
 
 
 def attn_bwd_sm90_raster_group(problem: AttnProblem, head_splits: int = 1) -> int:
@@ -403,7 +409,7 @@ def attn_bwd_sm90_raster_group(problem: AttnProblem, head_splits: int = 1) -> in
         head_bytes = _row_bytes(problem) * _whole_tiles(problem.max_q) * heads
         return times * BACKWARD_GROUP_BYTES // max(head_bytes, 1)
 
-    tiles = cdiv(max(problem.max_k, 1), attn_bwd_sm90_config(problem).tile_n)
+    tiles = cdiv(max(problem.max_k, 1), _keys_of_tile(problem))
     filling = max(round(UNEVEN_TILES * problem.arch.num_sms / tiles), UNEVEN)
     if masked:
         group = within(PLANNED, heads=1) if ordered else within(1)
@@ -427,6 +433,16 @@ def attn_bwd_sm90_front(problem: AttnProblem, raster_group: int) -> int:
     """
     running_bytes = raster_group * _row_bytes(problem) * problem.max_q
     return 1 if running_bytes <= PLANNED * BACKWARD_GROUP_BYTES else 4
+
+
+def _is_wide(problem: AttnProblem) -> bool:
+    """Whether the kernel for heads above 128 computes the gradients."""
+    return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+def _keys_of_tile(problem: AttnProblem) -> int:
+    """`tile_n` of the configuration, which takes longer to find."""
+    return GROUP_ROWS if _is_wide(problem) else 2 * GROUP_ROWS
 
 
 def _row_bytes(problem: AttnProblem) -> int:

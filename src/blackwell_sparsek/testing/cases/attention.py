@@ -18,7 +18,7 @@ from ...attention.sm90.backward_split import (
     _attn_bwd_dq_sm90_kernel,
 )
 from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
-from ...attention.sm90.config import make_backward_config, make_forward_config
+from ...attention.sm90.config import make_forward_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
 from ...attention.sm90.launch import (
@@ -453,8 +453,6 @@ class BackwardSm90(NamedTuple):
     """Accepted for the dq kernel of the split backward."""
     head_splits: int = 1
     """Work tiles that share the query heads of a KV tile."""
-    whole_scores: bool = True
-    """Whether scores of 96 columns sum over 128."""
     packed: bool = False
 
     @property
@@ -470,7 +468,6 @@ class BackwardSm90(NamedTuple):
         parts += ["softcap"] if self.softcap else []
         parts += ["ordered"] if self.ordered else []
         parts += [f"splits{self.head_splits}"] if self.head_splits > 1 else []
-        parts += [] if self.whole_scores else ["scores"]
         parts += ["packed"] if self.packed else []
         return "-".join(parts)
 
@@ -496,7 +493,7 @@ BACKWARD_SM90 = (
     BackwardSm90(128, 128, ordered=True, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, max_spill_bytes=192),
     BackwardSm90(128, 128, (128, 128), ordered=True, max_spill_bytes=1536),
-    BackwardSm90(96, 96, whole_scores=False, head_splits=2, max_spill_bytes=192),
+    BackwardSm90(96, 96, head_splits=2, max_spill_bytes=192),
     BackwardSm90(64, 64, ordered=True, head_splits=4, max_spill_bytes=192),
     BackwardSm90(256, 256, max_spill_bytes=384),
     BackwardSm90(256, 256, softcap=True, max_spill_bytes=544),
@@ -522,11 +519,6 @@ SPLIT_SM90 = (
 def _launch_backward_sm90(asked: BackwardSm90, tokens: int = TOKENS) -> None:
     call = asked.call(tokens)
     config = attn_bwd_sm90_config(call.problem, asked.head_splits)
-    if not asked.whole_scores:
-        config = make_backward_config(
-            config.TILE_D, config.TILE_DV, asked.block_size, asked.ordered, asked.head_splits > 1,
-            (asked.head_dim, asked.head_dim_v),
-        )  # fmt: skip
     order = ranks = visits = None
     if (mask := call.forward.spec.block_mask) is not None:
         order = integers(call.problem.batch * KV_HEADS * tokens // config.tile_n)
