@@ -60,6 +60,12 @@ def test_equal_scores_share(device):
     assert torch.equal(p, torch.full_like(p, 0.25)) and tau.item() == -0.25
 
 
+def test_a_first_guess_that_is_right_ends_the_search(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_STEPS", kernels.tl.constexpr(1))
+    z = torch.zeros(1, 1, 1, 40, device=device)
+    check(z, limits((1, 1, 1), 10.0, device=device))
+
+
 def test_a_row_without_a_threshold_is_nan(device):
     z = inputs.normal(1, 1, 5, 20, seed=7, device=device)
     z[0, 0, 0, 3], z[0, 0, 1, 4] = torch.nan, torch.inf

@@ -91,7 +91,8 @@ def thresholds(z: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         newton = tau + excess / active.clamp(min=1)
         # on the same piece as the step before, whose line led here: that line is the right one
         ended = from_newton & (full == last) & (active == last_active)
-        ended |= (active == 0) & (full == k)
+        # or the weights add up to k already
+        ended |= torch.where(active > 0, excess == 0, full == k)
         fits = excess <= 0
         new_low, new_high = torch.where(fits, low, tau), torch.where(fits, tau, high)
         middle = new_low + (new_high - new_low) / 2

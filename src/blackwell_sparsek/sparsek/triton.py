@@ -145,7 +145,8 @@ def _first_guess(facts, k):
     mean = facts.total / facts.count
     variance = tl.maximum(facts.squares / facts.count - mean * mean, 0.0)
     width = WIDTH_OF_DEVIATION * tl.sqrt(variance)
-    share = k / facts.count
+    # equal entries share k, and the search ends where it begins if this division is exact
+    share = tl.div_rn(k, facts.count)
     below = tl.log(1.0 - tl.exp(-share / width))
     return mean - share - width * (below - tl.log(1.0 - tl.exp((share - 1.0) / width)))
 
@@ -185,6 +186,8 @@ def _threshold(row, k, TILE_N: tl.constexpr):
         excess = partial + (full - k)
         newton = tau + excess / tl.maximum(active, 1.0)
         same = (newton_led != 0) & (full == last_full) & (active == last_active)
+        # also where tau was right before
+        same = same | ((active > 0.0) & (excess == 0.0))
         shared = (same & (active > 0.0)).to(tl.int32)
         ended = same | ((active == 0.0) & (full == k))
         fits = excess <= 0.0
