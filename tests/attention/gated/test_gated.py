@@ -72,6 +72,12 @@ def test_gradients(case, device):
     problems.check_gradients(*case_of(case, device), "eager")
 
 
+@pytest.mark.parametrize("seed", [4, 9, 23])
+def test_gradients_where_the_only_key_has_a_small_weight(seed, device):
+    given = problems.problem(lengths=(17, 9), seed=seed, device=device)
+    problems.check_gradients(*given, "eager")
+
+
 @pytest.mark.parametrize("case", [*FEW, *SLOW])
 def test_gradients_by_the_kernels(case, device):
     problems.check_gradients(*case_of(case, device), "triton")
