@@ -5,9 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.calls.sparsek import PrefixSparsekCall
+import blackwell_sparsek as bsk
+from blackwell_sparsek.calls.sparsek import PrefixSparsekCall, SparsekProblem
+from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.reference import sparsek as reference
 from blackwell_sparsek.sparsek import triton as kernels
+from blackwell_sparsek.sparsek.op import causal_dispatch, sparsek_dispatch
 from blackwell_sparsek.testing import guard, inputs, layouts, poison
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
@@ -98,6 +101,30 @@ def test_few_steps_for_normal_rows(device, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_STEPS", kernels.tl.constexpr(8))
     z = inputs.normal(1, 1, 3, 500, seed=12, device=device)
     check(z, limits((1, 1, 3), 4.0, 30.0, 250.0, device=device))
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "chosen", "reason"),
+    [
+        (Arch("cuda", 90, 132, 232448, False), torch.float32, "triton", None),
+        (Arch("cuda", 90, 132, 232448, False), torch.float64, "eager", "got torch.float64"),
+        (Arch("cpu", 0, 1, 0, False), torch.float32, "eager", "needs a CUDA GPU"),
+        (Arch("cpu", 0, 1, 0, True), torch.float32, "eager", "would be interpreted"),
+    ],
+)
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_what_auto_takes(arch, dtype, chosen, reason, prefixes):
+    dispatch = causal_dispatch if prefixes else sparsek_dispatch
+    decision = dispatch.decide("auto", SparsekProblem(arch, dtype, 3, 100, prefixes))
+    assert decision.chosen == chosen
+    assert reason is None or reason in decision.reasons["triton"]
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_on_a_gpu():
+    z = torch.zeros(2, 30, device="cuda")
+    assert bsk.explain(bsk.sparsek, z, 2).chosen == "triton"
+    assert bsk.explain(bsk.sparsek_causal, z, 2).chosen == "triton"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

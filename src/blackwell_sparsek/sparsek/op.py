@@ -12,7 +12,7 @@ from ..calls.attention import compute_dtype
 from ..calls.sparsek import PrefixSparsekCall, SparsekCall, SparsekProblem
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_autograd, define_op
 from . import eager
@@ -40,7 +40,7 @@ for _dispatch, _name in ((sparsek_dispatch, "forward"), (causal_dispatch, "prefi
         "triton",
         _why_not_triton,
         f"blackwell_sparsek.sparsek.triton:{_name}",
-        auto_passes=not_run_yet,
+        auto_passes=interpreted_only,
     )
     _dispatch.register("eager", _everything, f"blackwell_sparsek.sparsek.eager:{_name}")
     _dispatch.register(
