@@ -9,6 +9,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.sparsek import PrefixSparsekCall, SparsekProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.reference import sparsek as reference
+from blackwell_sparsek.sparsek import api
 from blackwell_sparsek.sparsek import triton as kernels
 from blackwell_sparsek.sparsek.op import causal_dispatch, sparsek_dispatch
 from blackwell_sparsek.testing import guard, inputs, layouts, poison
@@ -125,6 +126,42 @@ def test_auto_takes_the_kernel_on_a_gpu():
     z = torch.zeros(2, 30, device="cuda")
     assert bsk.explain(bsk.sparsek, z, 2).chosen == "triton"
     assert bsk.explain(bsk.sparsek_causal, z, 2).chosen == "triton"
+
+
+def test_one_number_for_all_rows(device):
+    z = inputs.normal(1, 2, 3, 40, seed=6, device=device)
+    p, tau = torch.empty_like(z), torch.empty(1, 2, 3, device=device)
+    kernels.launch_sparsek(p, tau, z, 2.7, None)
+    expected = check(z, limits((1, 2, 3), 2.7, device=device))
+    assert torch.equal(p, expected[0]) and torch.equal(tau, expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_later_calls_are_replayed(per_row, ragged, monkeypatch):
+    recorded = {}
+    monkeypatch.setattr(api, "_RECORDED", recorded)
+    for seed in range(5):
+        z = inputs.normal(2, 3, 300, seed=seed, device="cuda")
+        k = torch.rand(2, 3, device="cuda") * 50 if per_row else 7.5
+        lengths = torch.randint(301, (3,), dtype=torch.int32, device="cuda") if ragged else None
+        made = bsk.sparsek(z, k, lengths=lengths, return_threshold=True, impl="triton")
+        given = (k, 0.0) if per_row else (None, k)
+        expected = torch.ops.bsk.sparsek(z, *given, lengths, "triton")
+        assert torch.equal(made[0], expected[0]) and torch.equal(made[1], expected[1])
+    assert [x is not None for x in recorded.values()] == [True]
+
+
+@pytest.mark.gpu
+def test_copies_of_strided_scores_are_not_replayed(monkeypatch):
+    recorded = {}
+    monkeypatch.setattr(api, "_RECORDED", recorded)
+    for seed in range(4):
+        z = inputs.normal(3, 2, 5, 4, 32, seed=seed, device="cuda").transpose(0, 2)
+        p = bsk.sparsek(z, 3.0, impl="triton")
+        assert torch.equal(p, bsk.sparsek(z.contiguous(), 3.0, impl="triton"))
+    assert None in recorded.values()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -51,7 +51,10 @@ def forward(call: SparsekCall) -> tuple[torch.Tensor, torch.Tensor]:
 def flat_k(call: SparsekCall | PrefixSparsekCall) -> torch.Tensor:
     """k of each row, in the precision of the thresholds."""
     z = call[0]
-    return call.k.to(compute_dtype(z.dtype)).expand(z.shape[:-1]).reshape(-1)
+    dtype, rows = compute_dtype(z.dtype), z.shape[:-1]
+    if not isinstance(call.k, torch.Tensor):
+        return torch.full((rows.numel(),), call.k, dtype=dtype, device=z.device)
+    return call.k.to(dtype).expand(rows).reshape(-1)
 
 
 def past(lengths: torch.Tensor, size: int) -> torch.Tensor:
