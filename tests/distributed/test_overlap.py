@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
 from blackwell_sparsek.attention.inputs import scale_or_default
 from blackwell_sparsek.distributed import Band, Plan, heads, schedule, sequence
 from blackwell_sparsek.distributed.api import _scheduled
@@ -136,19 +141,47 @@ def test_pieces_cut_every_shard_once(tokens, fetch_tokens, monkeypatch):
         assert sorted(columns.tolist()) == [b for b in range(-(-tokens // 16)) if b not in own]
 
 
+# Reads of host memory, of a microsecond or so each, after which a transfer arrives by itself.
+MOST_READS = 2_000_000
+
+
+@triton.jit
+def _until_released(released_ptr, most):
+    """Keep a stream busy until the host has written a 1."""
+    reads = 0
+    while (tl.load(released_ptr, volatile=True) == 0) & (reads < most):
+        reads += 1
+
+
 class SlowWork:
-    """A transfer as NCCL makes it: on a stream of its own; `wait` is for the current stream."""
+    """A transfer as NCCL makes it: on a stream of its own; `wait` is for the current stream.
+
+    It arrives after `release`, so that what happens meanwhile does not depend on anybody's speed.
+    """
 
     def __init__(self, arriving, source):
+        self.released = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)
+            _until_released[(1,)](self.released, MOST_READS, num_warps=1)
             arriving.copy_(source)
         self.done = stream.record_event()
 
+    def release(self):
+        self.released.fill_(1)
+
     def wait(self):
         torch.cuda.current_stream().wait_event(self.done)
+
+
+def load_kernels(source, order):
+    """Load what a test launches and leave free memory: both may wait for all that is under way."""
+    arriving, *_ = [torch.full_like(source, torch.nan) for _ in range(8)]
+    work = SlowWork(arriving, source)
+    work.release()
+    bool((torch.empty_like(source).index_copy_(0, order, source) == arriving).all())
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
@@ -156,6 +189,8 @@ class SlowWork:
 def test_what_arrives_late_is_waited_for(finished):
     source = torch.arange(2**20, device="cuda", dtype=torch.float32)
     order = torch.randperm(2**20, device="cuda")
+    expected = torch.empty_like(source).index_copy_(0, order, source) if finished else source
+    load_kernels(source, order)
     for _ in range(3):
         arriving, ordered = torch.full((2, 2**20), torch.nan, device="cuda")
         torch.cuda.synchronize()
@@ -175,15 +210,20 @@ def test_what_arrives_late_is_waited_for(finished):
         found = pending.wait()
         # memory that was given back must not be in use: what comes next would overwrite it
         junk = [torch.full((2**20,), -1.0, device="cuda") for _ in range(4)]
-        expected = torch.empty_like(source).index_copy_(0, order, source) if finished else source
-        assert torch.equal(found, expected)
+        right = (found == expected).all()
+        # the host has not waited
+        assert not work.done.query()
+        work.release()
+        assert right.item()
         del junk
 
 
 @pytest.mark.gpu
 def test_a_transfer_that_is_given_up_keeps_its_memory_for_the_other_stream():
     source = torch.ones(2**20, device="cuda")
+    load_kernels(source, torch.arange(2**20, device="cuda"))
     arriving, ordered = (torch.zeros(2**20, device="cuda") for _ in range(2))
+    torch.cuda.synchronize()
     work = SlowWork(arriving, source)
     addresses = {arriving.data_ptr(), ordered.data_ptr()}
     pending = Pending([work], arriving, ordered, finish=ordered.copy_)
@@ -192,4 +232,5 @@ def test_a_transfer_that_is_given_up_keeps_its_memory_for_the_other_stream():
     assert not work.done.query()
     taken = [torch.empty(2**20, device="cuda") for _ in range(4)]
     assert addresses.isdisjoint(x.data_ptr() for x in taken)
+    work.release()
     torch.cuda.synchronize()

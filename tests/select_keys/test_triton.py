@@ -9,6 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.calls.select_keys import SelectOptions, SelectProblem
+from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.select_keys.op import select_dispatch
 from blackwell_sparsek.testing import layouts
 
 from .test_api import CASES, check, drawn
@@ -88,8 +91,34 @@ def test_what_it_does_not_take(device):
     long = torch.zeros(1, 1, 5000, 8, device=device)
     with pytest.raises(bsk.Unsupported, match="at most 4096 entries, got 5000"):
         bsk.select_keys(long, long, granularity=1, top_k=5000, impl="triton")
-    reasons = bsk.explain(bsk.select_keys, q, k, granularity=1, top_k=2).reasons
-    assert "has not run on a GPU yet" in reasons["triton"]
+
+
+H200 = Arch("cuda", 90, 132, 232448, False)
+CPU, INTERPRETED = (Arch("cpu", 0, 1, 0, flag) for flag in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("arch", "top_p", "chosen", "reason"),
+    [
+        (H200, 0.0, "triton", None),
+        (H200, 0.5, "eager", "does not choose by share"),
+        (CPU, 0.0, "eager", "needs a CUDA GPU"),
+        (INTERPRETED, 0.0, "eager", "would be interpreted: only runs when asked for"),
+    ],
+)
+def test_what_auto_takes(arch, top_p, chosen, reason):
+    options = SelectOptions(1, 1, 2, top_p)
+    decision = select_dispatch.decide(
+        "auto", SelectProblem(arch, torch.bfloat16, 1, 4, 9, 30, 64, options)
+    )
+    assert decision.chosen == chosen
+    assert reason is None or reason in decision.reasons["triton"]
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_on_a_gpu(device):
+    q, k = on(device, drawn())
+    assert bsk.explain(bsk.select_keys, q, k, granularity=1, top_k=2).chosen == "triton"
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from blackwell_sparsek.calls.sparse_attention import SparseAttentionCall
 from blackwell_sparsek.reference import sparse_attention as reference
 from blackwell_sparsek.sparse_attention.inputs import sparse_call
 from blackwell_sparsek.testing import inputs
-from blackwell_sparsek.testing.tolerance import assert_within_budget
+from blackwell_sparsek.testing.tolerance import assert_lse_within_budget, assert_within_budget
 
 DEFAULTS = dict.fromkeys(
     (
@@ -152,7 +152,7 @@ def check_forward(problem, impl):
     exact, exact_lse = reference.sparse_attention(wide)
     plain, plain_lse = reference.sparse_attention(call, precision=plain_of(call))
     assert_within_budget(out, exact, plain.to(out.dtype), what="out")
-    assert_within_budget(lse, exact_lse, plain_lse, what="lse")
+    assert_lse_within_budget(lse, exact_lse, plain_lse)
     return out, lse
 
 

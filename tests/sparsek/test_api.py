@@ -177,7 +177,8 @@ def test_nothing(shape):
 def test_compiled_and_checked_as_operators():
     z = inputs.normal(3, 20, seed=12).requires_grad_()
     k = torch.full((3,), 2.5)
-    torch.library.opcheck(torch.ops.bsk.sparsek.default, (z, k, None, "eager"))
+    torch.library.opcheck(torch.ops.bsk.sparsek.default, (z, k, 0.0, None, "eager"))
+    torch.library.opcheck(torch.ops.bsk.sparsek.default, (z, None, 2.5, None, "eager"))
     torch.library.opcheck(torch.ops.bsk.sparsek_causal.default, (z, k, "eager"))
     compiled = torch.compile(lambda z: bsk.sparsek(z, 2.5) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(z), bsk.sparsek(z, 2.5) * 2)

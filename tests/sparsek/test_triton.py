@@ -5,9 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.calls.sparsek import PrefixSparsekCall
+import blackwell_sparsek as bsk
+from blackwell_sparsek.calls.sparsek import PrefixSparsekCall, SparsekProblem
+from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.reference import sparsek as reference
+from blackwell_sparsek.sparsek import api
 from blackwell_sparsek.sparsek import triton as kernels
+from blackwell_sparsek.sparsek.op import causal_dispatch, sparsek_dispatch
 from blackwell_sparsek.testing import guard, inputs, layouts, poison
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
@@ -60,6 +64,12 @@ def test_equal_scores_share(device):
     assert torch.equal(p, torch.full_like(p, 0.25)) and tau.item() == -0.25
 
 
+def test_a_first_guess_that_is_right_ends_the_search(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_STEPS", kernels.tl.constexpr(1))
+    z = torch.zeros(1, 1, 1, 40, device=device)
+    check(z, limits((1, 1, 1), 10.0, device=device))
+
+
 def test_a_row_without_a_threshold_is_nan(device):
     z = inputs.normal(1, 1, 5, 20, seed=7, device=device)
     z[0, 0, 0, 3], z[0, 0, 1, 4] = torch.nan, torch.inf
@@ -92,6 +102,66 @@ def test_few_steps_for_normal_rows(device, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_STEPS", kernels.tl.constexpr(8))
     z = inputs.normal(1, 1, 3, 500, seed=12, device=device)
     check(z, limits((1, 1, 3), 4.0, 30.0, 250.0, device=device))
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "chosen", "reason"),
+    [
+        (Arch("cuda", 90, 132, 232448, False), torch.float32, "triton", None),
+        (Arch("cuda", 90, 132, 232448, False), torch.float64, "eager", "got torch.float64"),
+        (Arch("cpu", 0, 1, 0, False), torch.float32, "eager", "needs a CUDA GPU"),
+        (Arch("cpu", 0, 1, 0, True), torch.float32, "eager", "would be interpreted"),
+    ],
+)
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_what_auto_takes(arch, dtype, chosen, reason, prefixes):
+    dispatch = causal_dispatch if prefixes else sparsek_dispatch
+    decision = dispatch.decide("auto", SparsekProblem(arch, dtype, 3, 100, prefixes))
+    assert decision.chosen == chosen
+    assert reason is None or reason in decision.reasons["triton"]
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_on_a_gpu():
+    z = torch.zeros(2, 30, device="cuda")
+    assert bsk.explain(bsk.sparsek, z, 2).chosen == "triton"
+    assert bsk.explain(bsk.sparsek_causal, z, 2).chosen == "triton"
+
+
+def test_one_number_for_all_rows(device):
+    z = inputs.normal(1, 2, 3, 40, seed=6, device=device)
+    p, tau = torch.empty_like(z), torch.empty(1, 2, 3, device=device)
+    kernels.launch_sparsek(p, tau, z, 2.7, None)
+    expected = check(z, limits((1, 2, 3), 2.7, device=device))
+    assert torch.equal(p, expected[0]) and torch.equal(tau, expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_later_calls_are_replayed(per_row, ragged, monkeypatch):
+    recorded = {}
+    monkeypatch.setattr(api, "_RECORDED", recorded)
+    for seed in range(5):
+        z = inputs.normal(2, 3, 300, seed=seed, device="cuda")
+        k = torch.rand(2, 3, device="cuda") * 50 if per_row else 7.5
+        lengths = torch.randint(301, (3,), dtype=torch.int32, device="cuda") if ragged else None
+        made = bsk.sparsek(z, k, lengths=lengths, return_threshold=True, impl="triton")
+        given = (k, 0.0) if per_row else (None, k)
+        expected = torch.ops.bsk.sparsek(z, *given, lengths, "triton")
+        assert torch.equal(made[0], expected[0]) and torch.equal(made[1], expected[1])
+    assert [x is not None for x in recorded.values()] == [True]
+
+
+@pytest.mark.gpu
+def test_copies_of_strided_scores_are_not_replayed(monkeypatch):
+    recorded = {}
+    monkeypatch.setattr(api, "_RECORDED", recorded)
+    for seed in range(4):
+        z = inputs.normal(3, 2, 5, 4, 32, seed=seed, device="cuda").transpose(0, 2)
+        p = bsk.sparsek(z, 3.0, impl="triton")
+        assert torch.equal(p, bsk.sparsek(z.contiguous(), 3.0, impl="triton"))
+    assert None in recorded.values()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek.testing.inputs import qkv
-from blackwell_sparsek.testing.tolerance import assert_within_budget
+from blackwell_sparsek.testing.tolerance import assert_lse_within_budget, assert_within_budget
 
 
 def _attention(q, k, v):
@@ -165,3 +165,12 @@ def test_more_roundings_grant_more_eps_and_no_more():
         assert_within_budget(plain + 4 * eps, exact, plain, roundings=3)
     with pytest.raises(AssertionError, match="over the budget"):
         assert_within_budget(plain + 2 * eps, exact, plain)
+
+
+def test_an_lse_has_three_roundings_and_no_more():
+    exact = torch.ones(1, dtype=torch.float64)
+    plain = torch.ones(1)
+    eps = torch.finfo(torch.float32).eps
+    assert_lse_within_budget(plain + 3 * eps, exact, plain)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_lse_within_budget(plain + 4 * eps, exact, plain)

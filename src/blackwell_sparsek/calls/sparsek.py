@@ -25,10 +25,10 @@ class SparsekProblem:
 
 
 class SparsekCall(NamedTuple):
-    """Scores z [..., n] with k [...], and how many entries each row has (None: all n)."""
+    """Scores z [..., n] with k, one number or [...], and the lengths of rows (None: all n)."""
 
     z: torch.Tensor
-    k: torch.Tensor
+    k: torch.Tensor | float
     lengths: torch.Tensor | None
 
     @property

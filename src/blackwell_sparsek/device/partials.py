@@ -13,7 +13,7 @@ identified by the program that begins it.
 import triton
 import triton.language as tl
 
-from .softmax import init_state, safe_shift
+from .softmax import init_state, rescale_to, safe_shift
 
 # Parts read at a time: enough loads in flight to hide the latency of the L2.
 PARTS = tl.constexpr(16)
@@ -124,19 +124,19 @@ def merge_parts(
         for i in tl.static_range(PARTS):
             m_new = tl.maximum(m_new, m_parts[i])
         shift = safe_shift(m_new)
-        rescale = tl.exp2(m_log2 - shift)
+        rescale = rescale_to(m_log2, shift)
         m_log2 = m_new
         row_sum *= rescale
         acc *= rescale[:, None]
         for i in tl.static_range(PARTS):
-            factor = tl.exp2(m_parts[i] - shift)
+            factor = rescale_to(m_parts[i], shift)
             row_sum += sum_parts[i] * factor
             acc += parts[i] * factor[:, None]
     if GROUPS > 1:
         VECTORS: tl.constexpr = ROWS * TILE_DV // VECTOR
         m_groups = tl.reshape(m_log2, (GROUPS, VECTORS))
         m_log2 = tl.max(m_groups, 0)
-        factors = tl.exp2(m_groups - safe_shift(m_log2)[None, :])
+        factors = rescale_to(m_groups, safe_shift(m_log2)[None, :])
         row_sum = tl.sum(tl.reshape(row_sum, (GROUPS, VECTORS)) * factors, 0)
         acc = tl.sum(tl.reshape(acc, (GROUPS, VECTORS, VECTOR)) * factors[:, :, None], 0)
     return m_log2, row_sum, acc

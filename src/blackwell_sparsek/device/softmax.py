@@ -110,6 +110,12 @@ def add_sink(m_log2, row_sum, sink):
 
 
 @triton.jit
+def rescale_to(m_log2, shift):
+    """The factor for sums and accumulators made below the maximum `m_log2`, to join at `shift`."""
+    return tl.exp2(m_log2 - shift)
+
+
+@triton.jit
 def join_state(m_log2, row_sum, m_part, sum_part):
     """Merge in the state of another softmax over the same rows.
 

@@ -15,7 +15,8 @@ from ..calls.sparsek import PrefixSparsekCall, SparsekCall
 
 def forward(call: SparsekCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights in the dtype of z, and thresholds."""
-    p, tau = sparsek(call.z, call.k, call.lengths)
+    k = call.k if isinstance(call.k, torch.Tensor) else call.z.new_full((), call.k).double()
+    p, tau = sparsek(call.z, k, call.lengths)
     return p.to(call.z.dtype), tau.to(compute_dtype(call.z.dtype))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..calls.select_keys import SelectCall, SelectOptions, SelectProblem
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from .tuning import why_not
 
@@ -23,7 +23,7 @@ def _everything(problem: SelectProblem) -> str | None:
 
 select_dispatch: Dispatcher = Dispatcher("select_keys")
 select_dispatch.register(
-    "triton", why_not, "blackwell_sparsek.select_keys.triton:forward", auto_passes=not_run_yet
+    "triton", why_not, "blackwell_sparsek.select_keys.triton:forward", auto_passes=interpreted_only
 )
 select_dispatch.register("eager", _everything, "blackwell_sparsek.select_keys.eager:forward")
 select_dispatch.register(

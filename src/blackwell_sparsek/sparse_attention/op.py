@@ -20,7 +20,7 @@ from ..calls.sparse_attention import (
 )
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
@@ -40,14 +40,13 @@ forward_dispatch.register(
     "sm90",
     sm90.why_not,
     "blackwell_sparsek.sparse_attention.sm90.forward:forward",
-    auto_passes=not_run_yet,
 )
 for _dispatch, _name in ((forward_dispatch, "forward"), (backward_dispatch, "backward")):
     _dispatch.register(
         "triton",
         triton.why_not,
         f"blackwell_sparsek.sparse_attention.triton.{_name}:{_name}",
-        auto_passes=not_run_yet,
+        auto_passes=interpreted_only,
     )
     _dispatch.register(
         "eager", _everything, f"blackwell_sparsek.sparse_attention.eager.{_name}:{_name}"

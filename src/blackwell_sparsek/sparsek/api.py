@@ -17,7 +17,11 @@ from ..core.checks import (
 )
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
+from ..launch.replay import record, repeat
 from .op import causal_op, sparsek_op
+
+# Launches of earlier calls, for `repeat`.
+_RECORDED: dict[Any, Any] = {}
 
 
 @overload
@@ -93,8 +97,14 @@ def sparsek(
     tensor([1.0000, 0.6250, 0.3750, 0.0000])
     """
     op = "sparsek"
+    rows = k if isinstance(k, torch.Tensor) else None
+    options, inputs = (impl, k if rows is None else None), (z, rows, lengths)
+    results = repeat(_RECORDED, options, inputs)
+    if results is not None:
+        p, tau = results
+        return (p, tau) if return_threshold else p
     _check_scores(op, "z", z)
-    limit = _checked_k(op, k, z)
+    _check_k(op, k, z)
     if lengths is not None:
         check_tensor(op, "lengths", lengths)
         check_dtype(op, "lengths", lengths, [torch.int32])
@@ -102,7 +112,10 @@ def sparsek(
         _check_broadcast(op, "lengths", lengths, z)
         _check_range(op, "lengths", lengths, 0, z.shape[-1])
     check_choice(op, "impl", impl, IMPLS)
-    p, tau = sparsek_op(z, limit, lengths, impl)
+    limits = (None, float(k)) if rows is None else (rows.expand(z.shape[:-1]), 0.0)
+    given = (z, *limits, lengths, impl)
+    # a copy of strides that the kernel does not take is made by each call: `closed`
+    p, tau = record(_RECORDED, options, inputs, sparsek_op, *given, operands=0, closed=True)
     return (p, tau) if return_threshold else p
 
 
@@ -136,9 +149,11 @@ def sparsek_causal(u: torch.Tensor, k: float | torch.Tensor, *, impl: str = "aut
     """
     op = "sparsek_causal"
     _check_scores(op, "u", u)
-    limit = _checked_k(op, k, u)
+    _check_k(op, k, u)
     check_choice(op, "impl", impl, IMPLS)
-    tau: torch.Tensor = causal_op(u, limit, impl)
+    if not isinstance(k, torch.Tensor):
+        k = torch.full((), float(k), dtype=compute_dtype(u.dtype), device=u.device)
+    tau: torch.Tensor = causal_op(u, k.expand(u.shape[:-1]), impl)
     return tau
 
 
@@ -151,8 +166,8 @@ def _check_scores(op: str, arg: str, x: Any) -> None:
     check_last_dim_contiguous(op, arg, x)
 
 
-def _checked_k(op: str, k: Any, z: torch.Tensor) -> torch.Tensor:
-    """k as a tensor that broadcasts to the rows of z."""
+def _check_k(op: str, k: Any, z: torch.Tensor) -> None:
+    """A number, or a tensor that broadcasts to the rows of z."""
     if isinstance(k, torch.Tensor):
         check_tensor(op, "k", k)
         check_derivatives(op, "k", k)
@@ -160,14 +175,12 @@ def _checked_k(op: str, k: Any, z: torch.Tensor) -> torch.Tensor:
         check_same_device(op, {"z": z, "k": k})
         _check_broadcast(op, "k", k, z)
         _check_range(op, "k", k, 0, None)
-        return k.expand(z.shape[:-1])
+        return
     if isinstance(k, bool) or not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
         got = type(k).__name__
         raise InvalidType(message(op, "k", "is not a number", "a float or a tensor", got))
     if not k >= 0:
         raise InvalidInput(message(op, "k", "is negative or NaN", "a number >= 0", k))
-    full = torch.full((), float(k), dtype=compute_dtype(z.dtype), device=z.device)
-    return full.expand(z.shape[:-1])
 
 
 def _check_broadcast(op: str, arg: str, x: torch.Tensor, z: torch.Tensor) -> None:

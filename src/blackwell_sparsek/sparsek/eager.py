@@ -51,7 +51,10 @@ def forward(call: SparsekCall) -> tuple[torch.Tensor, torch.Tensor]:
 def flat_k(call: SparsekCall | PrefixSparsekCall) -> torch.Tensor:
     """k of each row, in the precision of the thresholds."""
     z = call[0]
-    return call.k.to(compute_dtype(z.dtype)).expand(z.shape[:-1]).reshape(-1)
+    dtype, rows = compute_dtype(z.dtype), z.shape[:-1]
+    if not isinstance(call.k, torch.Tensor):
+        return torch.full((rows.numel(),), call.k, dtype=dtype, device=z.device)
+    return call.k.to(dtype).expand(rows).reshape(-1)
 
 
 def past(lengths: torch.Tensor, size: int) -> torch.Tensor:
@@ -91,7 +94,8 @@ def thresholds(z: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         newton = tau + excess / active.clamp(min=1)
         # on the same piece as the step before, whose line led here: that line is the right one
         ended = from_newton & (full == last) & (active == last_active)
-        ended |= (active == 0) & (full == k)
+        # or the weights add up to k already
+        ended |= torch.where(active > 0, excess == 0, full == k)
         fits = excess <= 0
         new_low, new_high = torch.where(fits, low, tau), torch.where(fits, tau, high)
         middle = new_low + (new_high - new_low) / 2

@@ -1,7 +1,8 @@
 """`bsk::sparsek` and `bsk::sparsek_causal`: weights and thresholds, and their gradients.
 
-z [..., n] with k [...] and, for ragged rows, lengths int32 [...]; p is like z, tau [...] fp32 (fp64
-for fp64 scores). The causal operator takes u [..., n] and gives tau [..., n].
+z [..., n] with k [...], or None and one `number` for all rows, and, for ragged rows, lengths int32
+[...]; p is like z, tau [...] fp32 (fp64 for fp64 scores). The causal operator takes u [..., n] and
+gives tau [..., n].
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from ..calls.attention import compute_dtype
 from ..calls.sparsek import PrefixSparsekCall, SparsekCall, SparsekProblem
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_autograd, define_op
 from . import eager
@@ -40,7 +41,7 @@ for _dispatch, _name in ((sparsek_dispatch, "forward"), (causal_dispatch, "prefi
         "triton",
         _why_not_triton,
         f"blackwell_sparsek.sparsek.triton:{_name}",
-        auto_passes=not_run_yet,
+        auto_passes=interpreted_only,
     )
     _dispatch.register("eager", _everything, f"blackwell_sparsek.sparsek.eager:{_name}")
     _dispatch.register(
@@ -51,15 +52,16 @@ for _dispatch, _name in ((sparsek_dispatch, "forward"), (causal_dispatch, "prefi
     )
 
 
-def _sparsek(z: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor | None, impl: str) -> Tensors:
+def _sparsek(
+    z: torch.Tensor, k: torch.Tensor | None, number: float, lengths: torch.Tensor | None, impl: str
+) -> Tensors:
+    call = SparsekCall(z, number if k is None else k, lengths)
     with without_autocast(z.device):
-        results: Tensors = sparsek_dispatch.run(impl, SparsekCall(z, k, lengths))
+        results: Tensors = sparsek_dispatch.run(impl, call)
     return results
 
 
-def _sparsek_fake(
-    z: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor | None, impl: str
-) -> Tensors:
+def _sparsek_fake(z: torch.Tensor, *others: Any) -> Tensors:
     return z.new_empty(z.shape), z.new_empty(z.shape[:-1], dtype=compute_dtype(z.dtype))
 
 
@@ -101,7 +103,7 @@ def _causal_bwd_fake(u: torch.Tensor, tau: torch.Tensor, dtau: torch.Tensor) -> 
 
 sparsek_op: Operator = define_op(
     "sparsek",
-    "(Tensor z, Tensor k, Tensor? lengths, str impl) -> (Tensor p, Tensor tau)",
+    "(Tensor z, Tensor? k, float number, Tensor? lengths, str impl) -> (Tensor p, Tensor tau)",
     _sparsek,
     _sparsek_fake,
 )
@@ -123,19 +125,19 @@ causal_bwd: Operator = define_op(
 
 
 def _save_sparsek(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    z, k, lengths, _ = inputs
+    z, k, _, lengths, _ = inputs
     _, tau = output
     ctx.save_for_backward(z, tau, lengths)
-    ctx.k_dtype = k.dtype
+    ctx.k_dtype = None if k is None else k.dtype
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_sparsek(ctx: Any, dp: torch.Tensor | None, dtau: torch.Tensor | None) -> Any:
     if dp is None and dtau is None:
-        return (None,) * 4
+        return (None,) * 5
     z, tau, lengths = ctx.saved_tensors
     dz, dk = sparsek_bwd(z, tau, lengths, dp, dtau)
-    return dz, dk.to(ctx.k_dtype), None, None
+    return dz, None if ctx.k_dtype is None else dk.to(ctx.k_dtype), None, None, None
 
 
 def _save_causal(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

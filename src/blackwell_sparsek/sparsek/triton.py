@@ -145,7 +145,8 @@ def _first_guess(facts, k):
     mean = facts.total / facts.count
     variance = tl.maximum(facts.squares / facts.count - mean * mean, 0.0)
     width = WIDTH_OF_DEVIATION * tl.sqrt(variance)
-    share = k / facts.count
+    # equal entries share k, and the search ends where it begins if this division is exact
+    share = tl.div_rn(k, facts.count)
     below = tl.log(1.0 - tl.exp(-share / width))
     return mean - share - width * (below - tl.log(1.0 - tl.exp((share - 1.0) / width)))
 
@@ -185,6 +186,8 @@ def _threshold(row, k, TILE_N: tl.constexpr):
         excess = partial + (full - k)
         newton = tau + excess / tl.maximum(active, 1.0)
         same = (newton_led != 0) & (full == last_full) & (active == last_active)
+        # also where tau was right before
+        same = same | ((active > 0.0) & (excess == 0.0))
         shared = (same & (active > 0.0)).to(tl.int32)
         ended = same | ((active == 0.0) & (full == k))
         fits = excess <= 0.0
@@ -232,6 +235,7 @@ def _sparsek_kernel(
     tau_ptr,
     z_ptr,
     k_ptr,
+    number,
     lengths_ptr,
     p_strides,
     z_strides,
@@ -244,11 +248,13 @@ def _sparsek_kernel(
     TILE_N: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
 ):
-    """The row [pid // (B C), pid // C % B, pid % C]."""
-    number = tl.program_id(0).to(tl.int64)
-    place = (number // c_size // b_size, number // c_size % b_size, number % c_size)
+    """The row [pid // (B C), pid // C % B, pid % C], whose k is `number` where k_ptr is None."""
+    row = tl.program_id(0).to(tl.int64)
+    place = (row // c_size // b_size, row // c_size % b_size, row % c_size)
     z_ptr += _offset(place, z_strides)
-    k = tl.load(k_ptr + _offset(place, k_strides)).to(tl.float32)
+    k = number
+    if k_ptr is not None:
+        k = tl.load(k_ptr + _offset(place, k_strides)).to(tl.float32)
     # masks that are equal for neighbours let loads and stores be wide
     size = size // SIZE_DIVISOR * SIZE_DIVISOR
     length = size
@@ -261,7 +267,7 @@ def _sparsek_kernel(
     tile = _entries(z_ptr, 0, length, TILE_N) if IN_REGISTERS else None
     tau = _threshold(Row(tile, z_ptr, length), k, TILE_N)
     tau = tl.where(wrong, float("nan"), tau)
-    tl.store(tau_ptr + number, tau)
+    tl.store(tau_ptr + row, tau)
     if p_ptr is not None:
         p_ptr += _offset(place, p_strides)
         if IN_REGISTERS:
@@ -280,7 +286,7 @@ def launch_sparsek(
     p: torch.Tensor | None,
     tau: torch.Tensor,
     z: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | float,
     lengths: torch.Tensor | None,
 ) -> None:
     """Fill `p` and `tau`.
@@ -290,7 +296,7 @@ def launch_sparsek(
     p : dtype of z [A, B, C, n], contiguous in the last dimension, or None for thresholds alone
     tau : fp32 [A, B, C], contiguous
     z : fp16, bf16 or fp32 [A, B, C, n], contiguous in the last dimension
-    k : float [A, B, C], any strides
+    k : float [A, B, C], any strides, or one number for all rows
     lengths : int32 [A, B, C], any strides, or None
     """
     rows, size = tau.numel(), z.shape[-1]
@@ -299,16 +305,18 @@ def launch_sparsek(
     in_registers = size <= MAX_TILE
     tile = triton.next_power_of_2(max(size, 16)) if in_registers else LOOP_TILE
     num_warps = max(tile // ENTRIES_PER_WARP, 1) if in_registers else 8
+    k, number = (k, 0.0) if isinstance(k, torch.Tensor) else (None, k)
     with on_device_of(z):
         args = (
             p,
             tau,
             z,
             k,
+            number,
             lengths,
             None if p is None else _strides(p),
             _strides(z),
-            _strides(k),
+            None if k is None else _strides(k),
             None if lengths is None else _strides(lengths),
             size,
             *tau.shape[1:],
@@ -332,7 +340,9 @@ def forward(call: SparsekCall) -> tuple[torch.Tensor, torch.Tensor]:
     p, tau = z.new_empty(z.shape), z.new_empty(shape, dtype=torch.float32)
     lengths = None if call.lengths is None else call.lengths.expand(shape)
     given = (p, tau, z, call.k, lengths)
-    launch_sparsek(*(None if x is None else _rank_four(x, len(shape)) for x in given))
+    launch_sparsek(
+        *(_rank_four(x, len(shape)) if isinstance(x, torch.Tensor) else x for x in given)
+    )
     return p, tau
 
 

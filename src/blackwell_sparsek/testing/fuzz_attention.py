@@ -135,7 +135,7 @@ def check_forward(out: Tensor, lse: Tensor, given: QKV, seen: Tensor, softmax: S
     plain, _ = naive.attention(*given, seen, softmax, out.dtype)
     _, plain_lse = naive.attention(*given, seen, softmax, torch.float32)
     assert_within_twice_the_budget(out, exact, plain, what="out")
-    # the reasons for these factors are in docs/numerics.md and `attention_cases.check_attention`
+    # the reasons for these factors are in docs/numerics.md and `tolerance.assert_lse_within_budget`
     factor = 4.0 if lse.is_cuda else 2.0
     assert_within_twice_the_budget(
         lse, exact_lse, plain_lse, factor=factor, roundings=3.0, what="lse"

@@ -81,6 +81,17 @@ def assert_within_budget(
         )
 
 
+def assert_lse_within_budget(
+    lse: torch.Tensor, exact: torch.Tensor, same_precision: torch.Tensor, *, what: str = "lse"
+) -> None:
+    """Fail unless the logarithm of a softmax denominator is within its budget."""
+    # tensor cores truncate their sums, where float32 on the CPU and in cuBLAS rounds
+    factor = 4.0 if lse.is_cuda else 2.0
+    # Base 2 rounds four more times, by half an eps each: log2(e) in the factor of scores, ln 2, and
+    # the products with both. Plain PyTorch may be exact where a query sees one key.
+    assert_within_budget(lse, exact, same_precision, factor=factor, roundings=3.0, what=what)
+
+
 def _check_shapes(label: str, actual: torch.Tensor, *others: torch.Tensor) -> None:
     shapes = [tuple(x.shape) for x in (actual, *others)]
     if len(set(shapes)) > 1:

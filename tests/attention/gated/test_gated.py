@@ -1,5 +1,7 @@
 """`attention(..., key_gate=)`: numbers and gradients of each implementation, and refusals."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.gated import eager
 from blackwell_sparsek.attention.gated import triton as kernels
+from blackwell_sparsek.attention.gated.op import backward_dispatch, forward_dispatch
+from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.reference import gated_attention as reference
 from blackwell_sparsek.testing import inputs, layouts
 
@@ -70,6 +74,12 @@ def test_forward_by_the_kernel(case, device):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case, device):
     problems.check_gradients(*case_of(case, device), "eager")
+
+
+@pytest.mark.parametrize("seed", [4, 9, 23])
+def test_gradients_where_the_only_key_has_a_small_weight(seed, device):
+    given = problems.problem(lengths=(17, 9), seed=seed, device=device)
+    problems.check_gradients(*given, "eager")
 
 
 @pytest.mark.parametrize("case", [*FEW, *SLOW])
@@ -235,6 +245,32 @@ def test_auto_takes_eager_on_a_cpu_and_explains_it():
     assert "gated_attn_fwd" in said and "eager" in said
     with pytest.raises(bsk.Unsupported, match="sm90"):
         problems.ours(tensors, options, "sm90")
+
+
+@pytest.mark.parametrize(
+    ("arch", "chosen", "reason"),
+    [
+        (Arch("cuda", 90, 132, 232448, False), "triton", None),
+        (Arch("cpu", 0, 1, 0, False), "eager", "needs a CUDA GPU"),
+        (Arch("cpu", 0, 1, 0, True), "eager", "would be interpreted"),
+    ],
+)
+def test_what_auto_takes(arch, chosen, reason):
+    call = problems.call_of(*problems.problem())
+    problem = dataclasses.replace(call.problem, arch=arch)
+    for dispatch, backward in ((forward_dispatch, False), (backward_dispatch, True)):
+        given = dataclasses.replace(problem, backward=backward)
+        decision = dispatch.decide("auto", given)
+        assert decision.chosen == chosen
+        assert reason is None or reason in decision.reasons["triton"]
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernels_on_a_gpu():
+    tensors, options = problems.problem(device="cuda")
+    q, k, v, u, tau = tensors.values()
+    decision = bsk.explain(bsk.attention, q, k, v, key_gate=(u, tau), **options)
+    assert decision.chosen == "triton"
 
 
 def test_compiled_and_checked_as_an_operator():

@@ -179,3 +179,13 @@ def test_the_next_call_under_a_graph():
     out.zero_()
     graph.replay()
     assert torch.equal(out, expected)
+
+
+def test_auto_takes_it_and_gradients_come_from_the_portable_kernels():
+    problem = problems.dense(**{**BASE, "lengths": (70, 300), "sinks": True, "gate": True})
+    arguments, options = problem
+    assert bsk.explain(bsk.sparse_attention, *arguments, **options).chosen == "sm90"
+    out, lse = bsk.sparse_attention(*arguments, **options, return_lse=True)
+    expected = bsk.sparse_attention(*arguments, **options, return_lse=True, impl="sm90")
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    problems.check_gradients(problem, "auto")

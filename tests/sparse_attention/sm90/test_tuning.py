@@ -5,8 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from blackwell_sparsek.calls.sparse_attention import SparseAttnProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.sparse_attention.op import backward_dispatch, forward_dispatch
+from blackwell_sparsek.sparse_attention.sm90 import tuning
 from blackwell_sparsek.sparse_attention.sm90.tuning import sparse_attn_sm90_config, unsupported
 
 PROBLEM = SparseAttnProblem(
@@ -53,6 +57,32 @@ PROBLEM = SparseAttnProblem(
 def test_what_the_kernel_takes(changed, reason):
     given = unsupported(dataclasses.replace(PROBLEM, **changed))
     assert given is None if reason is None else reason in given
+
+
+@pytest.mark.parametrize(
+    ("changed", "chosen", "reason"),
+    [
+        ({}, "sm90", None),
+        ({"granularity": 32}, "triton", "needs entries of 64 or 128 keys"),
+        ({"page_size": 64}, "triton", "has no code for keys in pages"),
+        ({"arch": Arch("cuda", 80, 108, 166912, False)}, "triton", "needs sm_90"),
+        ({"dtype": torch.float64}, "eager", "has no 16-bit WGMMA"),
+        ({"arch": Arch("cpu", 0, 1, 0, True)}, "eager", "needs sm_90"),
+        ({"arch": Arch("cpu", 0, 1, 0, False)}, "eager", "needs sm_90"),
+    ],
+)
+def test_what_auto_takes(changed, chosen, reason, monkeypatch):
+    monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
+    problem = dataclasses.replace(PROBLEM, **changed)
+    decision = forward_dispatch.decide("auto", problem)
+    assert decision.chosen == chosen
+    assert reason is None or reason in decision.reasons["sm90"]
+
+
+def test_gradients_come_from_the_portable_kernels():
+    decision = backward_dispatch.decide("auto", dataclasses.replace(PROBLEM, backward=True))
+    assert decision.chosen == "triton"
+    assert decision.reasons["sm90"] == "sparse_attn_bwd has no sm90 implementation"
 
 
 @pytest.mark.parametrize("granularity", [64, 128])

@@ -13,7 +13,7 @@ from ...calls.attention import AttentionCall, AttnProblem, AttnSpec, empty_lse, 
 from ...calls.gated_attention import GatedBackwardCall, GatedCall, GatedGradients, KeyGate
 from ...core.errors import Unsupported
 from ...core.torch_state import without_autocast
-from ...dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
+from ...dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ...dispatch.operators import Operator, define_autograd, define_op
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
@@ -36,7 +36,7 @@ for _dispatch, _name, _why_not in (
         "triton",
         _why_not,
         f"blackwell_sparsek.attention.gated.triton:{_name}",
-        auto_passes=not_run_yet,
+        auto_passes=interpreted_only,
     )
     _dispatch.register("eager", _everything, f"blackwell_sparsek.attention.gated.eager:{_name}")
     _dispatch.register(

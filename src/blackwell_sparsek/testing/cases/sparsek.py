@@ -15,7 +15,7 @@ def sparsek_cases() -> Iterator[CompileCase]:
     """Rows in registers and longer ones, ragged ones, thresholds alone."""
     for dtype, size in ((torch.float32, 4096), (torch.bfloat16, 1000), (torch.float16, 20000)):
         name = str(dtype).split(".")[-1]
-        k = meta(3, 7, dtype=torch.float32)
+        k = 64.0 if dtype == torch.float32 else meta(3, 7, dtype=torch.float32)
         lengths = None if dtype == torch.float32 else meta(3, 7, dtype=torch.int32)
         call = SparsekCall(meta(3, 7, size, dtype=dtype), k, lengths)
         yield launched_case(f"sparsek/{name}-{size}", forward, call)
