@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..attention.operands import token_strides
 from ..calls.select_keys import SelectCall
+from ..core.arch import arch_of
 from ..device.fp8 import e4m3_values
 from ..device.masks import position, row_bounds
 from ..device.records import Strides
@@ -55,14 +56,16 @@ def load_rows(ptr, offset, rows, row_stride, there, HEAD_DIM: tl.constexpr, TILE
     """Rows [n, TILE_D] as operands of a product, 0 where not `there`."""
     offs_d = tl.arange(0, TILE_D)
     at = offset + rows.to(tl.int64)[:, None] * row_stride + offs_d[None, :]
-    return as_operand(tl.load(ptr + at, there[:, None] & (offs_d < HEAD_DIM)[None, :], other=0))
+    return as_operand(tl.load(ptr + at, there[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0))
 
 
 @triton.jit
 def as_operand(x):
-    """fp8, read as bytes, becomes fp16, which holds every e4m3 value."""
+    """fp8 becomes fp16, which holds every e4m3 value."""
     if x.dtype == tl.uint8:
         x = e4m3_values(x).to(tl.float16)
+    elif x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
     return x
 
 
@@ -151,6 +154,13 @@ def _scores_kernel(
         tl.store(scores_ptr + kv_pos[:, None], s, mask=stored & (kv_pos < seen)[:, None])
 
 
+def as_loaded(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes where the GPU has no instruction that converts it."""
+    arch = arch_of(x.device)
+    converts = arch.sm >= 89 and not arch.interpreted
+    return x if x.dtype.itemsize > 1 or converts else x.view(torch.uint8)
+
+
 def launch_scores(
     scores: torch.Tensor, keys: torch.Tensor, call: SelectCall, chunk: Chunk, config: ScoresConfig
 ) -> None:
@@ -161,7 +171,7 @@ def launch_scores(
     strips = config.strips(chunk.tiles, k.shape[2])
     args = (
         scores,
-        q.view(torch.uint8) if q.dtype.itemsize == 1 else q,
+        as_loaded(q),
         keys,
         weights,
         SelectStrides(token_strides(q), token_strides(keys), of_weights),

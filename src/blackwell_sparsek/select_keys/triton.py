@@ -12,7 +12,10 @@ their numbers in `ids` and, past its end, in a workspace. When the buffers are f
 best of each stay, and what comes later must be better than the worst of them. Numbers ascend in a
 buffer at all times. Called by `bsk::select_keys`.
 
-Workspaces are there for the queries of running programs alone: at most twice the memory of their
+For lists of many index heads, `scores.py` stores the scores of some queries at a time, and a
+program chooses from those of one query.
+
+Workspaces are there for the queries of running programs alone: at most twice the memory of the
 lists, or 12 bytes for each entry of one step where lists are short. fp8 is multiplied as fp16,
 which holds every e4m3 value.
 """
@@ -30,7 +33,15 @@ from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch
-from .scores import Chunk, HeadsOfList, SelectStrides, launch_scores, load_rows, plain_numbers
+from .scores import (
+    Chunk,
+    HeadsOfList,
+    SelectStrides,
+    as_loaded,
+    launch_scores,
+    load_rows,
+    plain_numbers,
+)
 from .tuning import ScoresConfig, SelectConfig, scores_config, scores_stride, select_config
 
 # Places of a list that are cleared at a time.
@@ -109,6 +120,12 @@ def _key_scores(
             own *= tl.load(weights_ptr + at, mask=real, other=0.0).to(tl.float32)[:, None]
         s += own
     return plain_numbers(s)
+
+
+@triton.jit
+def _stored_scores(scores_row, kv_pos, length):
+    """Scores of keys; those after the last key that the query sees are not to be used."""
+    return tl.load(scores_row + kv_pos, mask=kv_pos < length, other=0.0)
 
 
 @triton.jit
@@ -245,13 +262,16 @@ def _select_keys_kernel(
         query = row.to(tl.int64) * q_len + tl.where(real, token, 0)
         list_rows = query * rule.most
         held = Held(offs_m * 0, offs_m * 0 + LOWEST)
+        if scores_ptr is not None:
+            # a tile is a query; scores are read one step ahead
+            scores_row = scores_ptr + (tile - first_tile).to(tl.int64) * scores_stride
+            ahead = _stored_scores(scores_row, offs_n, scores_stride)
         for start in tl.range(0, tl.max(last_key, 0) + 1, TILE_N):
             kv_pos = start + offs_n
             entry = start // BLOCK_KV + offs_e
             if scores_ptr is not None:
-                # a tile is a query; what follows its last key is read, and ignored below
-                at = (tile - first_tile).to(tl.int64) * scores_stride + kv_pos
-                s = tl.load(scores_ptr + at, mask=kv_pos < scores_stride, other=0.0)[None, :]
+                s = ahead[None, :]
+                ahead = _stored_scores(scores_row, kv_pos + TILE_N, scores_stride)
             else:
                 s = _key_scores(
                     q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real,
@@ -344,7 +364,7 @@ def launch_select_keys(
     heads, q_len, dim = q.shape[1:]
     programs = min(tiles.count, config.programs)
     rows = programs * config.tile_m
-    operands = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (q, k))
+    operands = (as_loaded(x) for x in (q, k))
     of_weights = Strides(*(q if weights is None else weights).stride()[:3])
     args = (
         ids,

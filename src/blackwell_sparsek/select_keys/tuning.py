@@ -102,9 +102,9 @@ class ScoresConfig:
 def scores_config(problem: SelectProblem, kv_heads: int) -> ScoresConfig | None:
     """Tiles for scores that are stored, some queries at a time; None where they cannot be.
 
-    The products of many heads run at twice the speed or more if keys are their rows, but then a
-    program has few queries, and choosing between two products would take as long as a product.
-    Whatever is stored takes at most twice the memory of the lists.
+    Products of many heads take the widest tensor-core instructions if keys are their rows, but then
+    a program has few queries, and choosing between two products would take as long as a product.
+    All that is stored takes at most twice the memory of the lists.
     """
     given = problem.options
     heads = problem.heads // given.lists

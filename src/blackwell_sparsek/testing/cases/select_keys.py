@@ -43,7 +43,7 @@ def select_keys_cases() -> Iterator[CompileCase]:
             f"select_keys/scores-sm{sm}", forward, call, kernel=_scores_kernel, sm=sm, archs=(sm,)
         )
     yield launched_case(
-        "select_keys/stored", forward, call, kernel=_select_keys_kernel, archs=(80, 90, 120)
+        "select_keys/stored", forward, call, kernel=_select_keys_kernel, archs=(90, 80, 120)
     )
     # a few registers around the search for the best, which runs a few times for a tile
     few = 32
