@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.select_keys import SelectOptions, SelectProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.select_keys import triton as kernels
+from blackwell_sparsek.select_keys import tuning
 from blackwell_sparsek.select_keys.op import select_dispatch
-from blackwell_sparsek.testing import layouts
+from blackwell_sparsek.testing import inputs, layouts
 
 from .test_api import CASES, check, drawn
 
@@ -146,3 +148,102 @@ def test_many_heads_and_queries(device):
 def test_lists_of_heads_that_read_one_or_several_key_heads(heads, lists, device):
     options = {"granularity": 1, "top_k": 5, "lists": lists, "activation": "relu"}
     check(*on(device, drawn(batch=1, heads=heads, lengths=(3, 37))), options, "triton")
+
+
+# Lists of many heads: scores are stored, some queries at a time, and entries chosen from them.
+
+MANY = {"granularity": 1, "top_k": 60, "weights": True, "activation": "relu"}
+STORED = {
+    "indexer, two sequences": ({"batch": 2}, MANY),
+    "two lists": ({"heads": (128, 2)}, {"granularity": 1, "top_k": 60, "lists": 2}),
+    "max pool": ({}, MANY | {"granularity": 4, "pool": "max", "force_first": 1, "force_last": 2}),
+    "mean pool, all seen": ({}, MANY | {"granularity": 4, "pool": "mean", "causal": False}),
+}
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """(first row, rows) of each launch that chooses from stored scores, however few they are."""
+    seen = []
+    launched = kernels.launch_select_keys
+
+    def note(ids, counts, call, scores, tiles, config):
+        seen.append(None if scores is None else tuple(tiles))
+        if scores is not None:
+            scores[tiles.count :] = torch.nan
+        launched(ids, counts, call, scores, tiles, config)
+
+    monkeypatch.setattr(kernels, "launch_select_keys", note)
+    monkeypatch.setattr(tuning, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(tuning, "SHORTEST_STEP", 64)
+    return seen
+
+
+def many_heads(device, dtype=torch.bfloat16, **sizes):
+    """64 index heads; tiles of two or four queries, the last of them not full."""
+    sizes = {"batch": 1, "heads": (64, 1), "lengths": (9, 100)} | sizes
+    return on(device, drawn(dtype=dtype, **sizes))
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_choices_from_stored_scores(case, device, chunks):
+    sizes, options = STORED[case]
+    chosen = check(*many_heads(device, **sizes), options, "triton")
+    assert None not in chunks and len(chunks) > 1
+    # every query once, those of all lists in order
+    ends = [first + rows for first, rows in chunks]
+    assert [first for first, _ in chunks] == [0, *ends[:-1]]
+    assert ends[-1] == chosen.counts.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
+def test_stored_scores_of_other_dtypes(dtype, device, chunks):
+    q, k = many_heads(device, lengths=(14, 100))
+    check(q.to(dtype), k.to(dtype), MANY, "triton")
+    assert chunks and None not in chunks
+
+
+def test_stored_scores_of_more_queries_than_keys_and_strides_of_their_own(device, chunks):
+    q, k = layouts.different_layouts(*many_heads(device, lengths=(20, 12)))
+    check(q, k, MANY, "triton")
+    assert chunks and None not in chunks
+
+
+def test_stored_scores_of_nan_infinity_and_zero(device, chunks):
+    q, k = many_heads(device, lengths=(6, 70))
+    q, k = q.abs() + 1, torch.zeros_like(k)
+    k[0, 0, 3:5], k[0, 0, 7], k[0, 0, 9] = torch.nan, torch.inf, -torch.inf
+    weights = torch.ones(q.shape[:3], device=device)
+    weights[:, ::2] = -1.0
+    options = {"granularity": 1, "weights": weights, "activation": "relu"}
+    chosen = bsk.select_keys(q, k, **options, top_k=60, impl="triton")
+    assert chunks and None not in chunks
+    # inf - inf is NaN as well, ReLU makes 0 of -inf, and zeros of either sign are equal
+    assert chosen.ids[0, 0, -1].tolist() == [j for j in range(63) if j not in (3, 4, 7)]
+
+
+def test_stored_scores_need_room_for_a_few_rows(device, chunks):
+    """Otherwise scores are computed and entries chosen in one launch."""
+    check(*many_heads(device, lengths=(2, 100)), MANY | {"top_k": 5}, "triton")
+    # and where heads read different keys
+    check(*many_heads(device, heads=(64, 2), lengths=(3, 40)), MANY, "triton")
+    assert chunks == [None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_an_indexer_of_64_heads(dtype, device):
+    """As it is launched: chunks, strips of keys, and lists that fill up more than once."""
+    q = inputs.integers(1, 64, 1500, 128, seed=1, bound=1, dtype=torch.bfloat16).to(device)
+    k = inputs.integers(1, 1, 20001, 128, seed=2, bound=1, dtype=torch.bfloat16).to(device)
+    weights = inputs.integers(1, 64, 1500, seed=3, bound=2).to(device)
+    q, k = q.to(dtype), k.to(dtype)
+    options = {"weights": weights, "activation": "relu", "granularity": 1, "top_k": 2048}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ours = bsk.select_keys(q, k, **options, impl="triton")
+    extra = torch.cuda.max_memory_allocated() - before - ours.ids.nbytes - ours.counts.nbytes
+    assert extra <= 2 * ours.ids.nbytes
+    assert torch.equal(ours.ids, bsk.select_keys(q, k, **options, impl="triton").ids)
+    exact = bsk.select_keys(q, k, **options, impl="eager")
+    assert torch.equal(ours.ids, exact.ids) and torch.equal(ours.counts, exact.counts)

@@ -47,7 +47,7 @@ def select_keys(
 
     The score of key j is `sum_h weights[h] * activation(q_index[h] . k_index[j])` over the index
     heads of a list; that of an entry is the largest or the mean score of its keys that the query
-    sees. Scores are computed in fp32 (fp64 for fp64), some queries at a time, and never stored. Of
+    sees. Scores are computed in fp32 (fp64 for fp64), some queries at a time. Of
     equal scores the lower entry is taken, so every run chooses the same. There is no derivative:
     train an indexer through `gate` of `sparse_attention`, or by a loss on its scores.
 

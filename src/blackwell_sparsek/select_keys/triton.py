@@ -12,7 +12,10 @@ their numbers in `ids` and, past its end, in a workspace. When the buffers are f
 best of each stay, and what comes later must be better than the worst of them. Numbers ascend in a
 buffer at all times. Called by `bsk::select_keys`.
 
-Workspaces are there for the queries of running programs alone: at most twice the memory of their
+For lists of many index heads, `scores.py` stores the scores of some queries at a time, and a
+program chooses from those of one query.
+
+Workspaces are there for the queries of running programs alone: at most twice the memory of the
 lists, or 12 bytes for each entry of one step where lists are short. fp8 is multiplied as fp16,
 which holds every e4m3 value.
 """
@@ -25,26 +28,24 @@ import triton.language as tl
 
 from ..attention.operands import token_strides
 from ..calls.select_keys import SelectCall
-from ..device.fp8 import e4m3_values
 from ..device.masks import position, row_bounds
 from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch
-from .tuning import SelectConfig, select_config
+from .scores import (
+    Chunk,
+    HeadsOfList,
+    SelectStrides,
+    as_loaded,
+    launch_scores,
+    load_rows,
+    plain_numbers,
+)
+from .tuning import ScoresConfig, SelectConfig, scores_config, scores_stride, select_config
 
-# The score of a key whose product is NaN: below every other number.
-NAN_SCORE = tl.constexpr(torch.finfo(torch.float32).min)
 # Places of a list that are cleared at a time.
 TILE_CLEARED = tl.constexpr(64)
-
-
-class SelectStrides(NamedTuple):
-    """Strides of batch, head and token; those of q stand in for weights that are not there."""
-
-    q: Strides
-    k: Strides
-    weights: Strides
 
 
 class Rule(NamedTuple):
@@ -53,14 +54,6 @@ class Rule(NamedTuple):
     most: Any
     force_first: Any
     force_last: Any
-
-
-class HeadsOfList(NamedTuple):
-    """Lists, index heads of each, and index heads that read one head of keys."""
-
-    lists: Any
-    each: Any
-    per_key_head: Any
 
 
 class Buffers(NamedTuple):
@@ -72,22 +65,18 @@ class Buffers(NamedTuple):
     capacity: Any
 
 
+class Tiles(NamedTuple):
+    """Tiles of queries that a launch takes: the first one, and how many."""
+
+    first: int
+    count: int
+
+
 class Held(NamedTuple):
     """How many entries the buffer of each query holds, and what later ones must be above."""
 
     count: Any
     floor: Any
-
-
-@triton.jit
-def _load_rows(ptr, offset, rows, row_stride, there, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr):
-    """Rows [n, TILE_D] as operands of a product, 0 where not `there`."""
-    offs_d = tl.arange(0, TILE_D)
-    at = offset + rows.to(tl.int64)[:, None] * row_stride + offs_d[None, :]
-    x = tl.load(ptr + at, mask=there[:, None] & (offs_d < HEAD_DIM)[None, :], other=0)
-    if ptr.dtype.element_ty == tl.uint8:
-        x = e4m3_values(x).to(tl.float16)
-    return x
 
 
 @triton.jit
@@ -97,7 +86,7 @@ def _keys_of_head(
 ):  # fmt: skip
     """The keys [TILE_N, TILE_D] that an index head reads."""
     at = batch * strides.k.batch + head // heads.per_key_head * strides.k.head
-    return _load_rows(k_ptr, at, kv_pos, strides.k.token, there, HEAD_DIM, TILE_D)
+    return load_rows(k_ptr, at, kv_pos, strides.k.token, there, HEAD_DIM, TILE_D)
 
 
 @triton.jit
@@ -117,7 +106,7 @@ def _key_scores(
     for i in tl.range(0, heads.each):
         head = (first_head + i).to(tl.int64)
         q_at = batch * strides.q.batch + head * strides.q.head
-        q = _load_rows(q_ptr, q_at, token, strides.q.token, real, HEAD_DIM, TILE_D)
+        q = load_rows(q_ptr, q_at, token, strides.q.token, real, HEAD_DIM, TILE_D)
         if SHARED_KEYS:
             k = shared
         else:
@@ -130,8 +119,13 @@ def _key_scores(
             at += token.to(tl.int64) * strides.weights.token
             own *= tl.load(weights_ptr + at, mask=real, other=0.0).to(tl.float32)[:, None]
         s += own
-    s = tl.where(s != s, NAN_SCORE, s)
-    return tl.where(s == 0.0, 0.0, s)
+    return plain_numbers(s)
+
+
+@triton.jit
+def _stored_scores(scores_row, kv_pos, length):
+    """Scores of keys; those after the last key that the query sees are not to be used."""
+    return tl.load(scores_row + kv_pos, mask=kv_pos < length, other=0.0)
 
 
 @triton.jit
@@ -205,6 +199,7 @@ def _keep_the_best(held, buffers, list_rows, most, TILE_M: tl.constexpr, TILE_C:
         "kv_len",
         "right",
         "capacity",
+        "first_tile",
         "num_tiles",
         "tiles_of_list",
         "num_programs",
@@ -215,6 +210,8 @@ def _select_keys_kernel(
     counts_ptr,
     keys_ptr,
     spare_ptr,
+    scores_ptr,
+    scores_stride,
     q_ptr,
     k_ptr,
     weights_ptr,
@@ -225,6 +222,7 @@ def _select_keys_kernel(
     kv_len,
     right,
     capacity,
+    first_tile,
     num_tiles,
     tiles_of_list,
     num_programs,
@@ -237,7 +235,10 @@ def _select_keys_kernel(
     TILE_N: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """Lists of TILE_M queries after another; a program has buffers of its own."""
+    """Lists of TILE_M queries after another; a program has buffers of its own.
+
+    Where scores were stored, TILE_M is 1 and their first row is that of `first_tile`.
+    """
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     ENTRIES: tl.constexpr = TILE_N // BLOCK_KV
     program = tl.program_id(0)
@@ -248,7 +249,7 @@ def _select_keys_kernel(
     keys_ptr += first_row * capacity
     spare_ptr += first_row * (capacity - rule.most)
     buffers = Buffers(keys_ptr, ids_ptr, spare_ptr, capacity)
-    for tile in tl.range(program, num_tiles, num_programs):
+    for tile in tl.range(first_tile + program, first_tile + num_tiles, num_programs):
         # (batch, list)
         row = tile // tiles_of_list
         batch = (row // heads.lists).to(tl.int64)
@@ -261,13 +262,21 @@ def _select_keys_kernel(
         query = row.to(tl.int64) * q_len + tl.where(real, token, 0)
         list_rows = query * rule.most
         held = Held(offs_m * 0, offs_m * 0 + LOWEST)
+        if scores_ptr is not None:
+            # a tile is a query; scores are read one step ahead
+            scores_row = scores_ptr + (tile - first_tile).to(tl.int64) * scores_stride
+            ahead = _stored_scores(scores_row, offs_n, scores_stride)
         for start in tl.range(0, tl.max(last_key, 0) + 1, TILE_N):
             kv_pos = start + offs_n
             entry = start // BLOCK_KV + offs_e
-            s = _key_scores(
-                q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real, kv_pos,
-                kv_len, RELU, HEAD_DIM, SHARED_KEYS, TILE_M, TILE_N, TILE_D,
-            )  # fmt: skip
+            if scores_ptr is not None:
+                s = ahead[None, :]
+                ahead = _stored_scores(scores_row, kv_pos + TILE_N, scores_stride)
+            else:
+                s = _key_scores(
+                    q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real,
+                    kv_pos, kv_len, RELU, HEAD_DIM, SHARED_KEYS, TILE_M, TILE_N, TILE_D,
+                )  # fmt: skip
             s = _entry_scores(s, kv_pos, entry, last_key, MEAN, BLOCK_KV, TILE_M, ENTRIES)
             from_end = latest[:, None] - entry[None, :]
             forced = (entry < rule.force_first)[None, :] | (from_end < rule.force_last)
@@ -299,54 +308,93 @@ def forward(call: SelectCall) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (q.shape[0], given.lists, q.shape[2])
     ids = torch.empty((*shape, given.most), dtype=torch.int32, device=q.device)
     counts = torch.empty(shape, dtype=torch.int32, device=q.device)
-    launch_select_keys(ids, counts, call, select_config(call.problem))
+    if not counts.numel():
+        return ids, counts
+    if not given.most:
+        return ids, counts.zero_()
+    with on_device_of(q):
+        stored = scores_config(call.problem, call.k_index.shape[1])
+        if stored is None:
+            config = select_config(call.problem)
+            tiles = counts.shape[:2].numel() * cdiv(q.shape[2], config.tile_m)
+            launch_select_keys(ids, counts, call, None, Tiles(0, tiles), config)
+        else:
+            _select_in_chunks(ids, counts, call, stored)
     return ids, counts
 
 
-def launch_select_keys(
-    ids: torch.Tensor, counts: torch.Tensor, call: SelectCall, config: SelectConfig
+def _select_in_chunks(
+    ids: torch.Tensor, counts: torch.Tensor, call: SelectCall, config: ScoresConfig
 ) -> None:
-    """Fill `ids`, int32 [B, lists, Tq, most], and `counts`, int32 [B, lists, Tq]; contiguous."""
+    """Store scores of as many queries as there is room for, choose from them, and so on."""
+    q, keys = call.q_index, call.k_index
+    if keys.dtype.itemsize == 1:
+        # once for all tiles of queries
+        keys = scratch(keys.shape, torch.float16, q.device).copy_(keys)
+    q_len = q.shape[2]
+    scores = scratch((config.rows, scores_stride(keys.shape[2])), torch.float32, q.device)
+    tiles_of_list = cdiv(q_len, config.queries)
+    tiles = counts.shape[:2].numel() * tiles_of_list
+    step = config.rows // config.queries
+
+    def first_row(tile: int) -> int:
+        return tile // tiles_of_list * q_len + tile % tiles_of_list * config.queries
+
+    for start in range(0, tiles, step):
+        end = min(start + step, tiles)
+        first = first_row(start)
+        launch_scores(scores, keys, call, Chunk(start, end - start, first), config)
+        rows = Tiles(first, first_row(end) - first)
+        launch_select_keys(ids, counts, call, scores, rows, config.select)
+
+
+def launch_select_keys(
+    ids: torch.Tensor,
+    counts: torch.Tensor,
+    call: SelectCall,
+    scores: torch.Tensor | None,
+    tiles: Tiles,
+    config: SelectConfig,
+) -> None:
+    """Fill `ids`, int32 [B, lists, Tq, most], and `counts`, int32 [B, lists, Tq], for `tiles`.
+
+    `scores` are those of the tiles, if they were stored.
+    """
     q, k, weights, given = call
-    batch, heads, q_len, dim = q.shape
-    tiles_of_list = cdiv(q_len, config.tile_m)
-    tiles = batch * given.lists * tiles_of_list
-    if tiles == 0:
-        return
-    if given.most == 0:
-        counts.zero_()
-        return
-    programs = min(tiles, config.programs)
+    heads, q_len, dim = q.shape[1:]
+    programs = min(tiles.count, config.programs)
     rows = programs * config.tile_m
-    operands = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (q, k))
+    operands = (as_loaded(x) for x in (q, k))
     of_weights = Strides(*(q if weights is None else weights).stride()[:3])
-    with on_device_of(q):
-        args = (
-            ids,
-            counts,
-            scratch((rows, config.capacity), torch.int32, q.device),
-            scratch((rows, config.capacity - given.most), torch.int32, q.device),
-            *operands,
-            weights,
-            SelectStrides(token_strides(q), token_strides(k), of_weights),
-            HeadsOfList(given.lists, heads // given.lists, heads // k.shape[1]),
-            Rule(given.most, given.force_first, given.force_last),
-            q_len,
-            k.shape[2],
-            given.right,
-            config.capacity,
-            tiles,
-            tiles_of_list,
-            programs,
-            given.activation == "relu",
-            given.pool == "mean",
-            dim,
-            # all index heads of a list read the same keys
-            heads // k.shape[1] % (heads // given.lists) == 0,
-            given.granularity,
-            config.tile_m,
-            config.tile_n,
-            config.tile_c,
-        )
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        launch(_select_keys_kernel, programs, args, **options)
+    args = (
+        ids,
+        counts,
+        scratch((rows, config.capacity), torch.int32, q.device),
+        scratch((rows, config.capacity - given.most), torch.int32, q.device),
+        scores,
+        0 if scores is None else scores.stride(0),
+        *operands,
+        weights,
+        SelectStrides(token_strides(q), token_strides(k), of_weights),
+        HeadsOfList(given.lists, heads // given.lists, heads // k.shape[1]),
+        Rule(given.most, given.force_first, given.force_last),
+        q_len,
+        k.shape[2],
+        given.right,
+        config.capacity,
+        tiles.first,
+        tiles.count,
+        cdiv(q_len, config.tile_m),
+        programs,
+        given.activation == "relu",
+        given.pool == "mean",
+        dim,
+        # all index heads of a list read the same keys
+        heads // k.shape[1] % (heads // given.lists) == 0,
+        given.granularity,
+        config.tile_m,
+        config.tile_n,
+        config.tile_c,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launch(_select_keys_kernel, programs, args, **options)

@@ -1,5 +1,6 @@
 """Which problems the portable kernel takes, and its tiles."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,19 @@ INTERPRETED_PROGRAMS = 3
 # Index heads of a list whose queries do not stay in the L1. Each step reads them from the L2, 512
 # KiB for 32 rows of 64 heads of 128 columns; twice the keys in a step halve that.
 MANY_HEADS = 16
+# Index heads of a list whose scores are stored before entries are chosen: columns of one product.
+STORED_HEADS = (16, 32, 64, 128)
+# Fewer rows of scores than these do not fill a GPU while entries are chosen.
+FEWEST_ROWS = 32
+# Keys that one program looks through at a time while it chooses from stored scores.
+LONGEST_STEP = 2048
+SHORTEST_STEP = 256
+# Shared memory, in bytes, of GPUs that hold 256 columns of queries in each of two programs.
+LARGE_SHARED = 200 * 1024
+# A strip of keys has at least so many steps: each program reads its queries first.
+STEPS_OF_STRIP = 16
+# Share of the programs' time, in whole waves, that is enough.
+FULL_WAVES = 0.95
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,74 @@ def select_config(problem: SelectProblem) -> SelectConfig:
     # entries of a step must fit behind a full list
     capacity = given.most + max(tile_n // given.granularity, given.most // 2)
     return SelectConfig(rows, tile_n, capacity, sms * 2 if short else sms, 8, 1 if wide else 2)
+
+
+@dataclass(frozen=True)
+class ScoresConfig:
+    """Tiles of the launches that store scores of some queries and choose from them."""
+
+    queries: int
+    """Queries of a tile of scores."""
+    tile_n: int
+    """Keys of one step."""
+    rows: int
+    """Queries whose scores are held at a time."""
+    programs: int
+    """Programs that run side by side."""
+    num_warps: int
+    num_stages: int
+    select: SelectConfig
+    """Tiles of choosing."""
+
+    def strips(self, tiles: int, kv_len: int) -> int:
+        """Into how many strips the keys are cut, so that waves of programs are nearly full."""
+        most = max(1, kv_len // (STEPS_OF_STRIP * self.tile_n))
+
+        def filled(strips: int) -> float:
+            waves = tiles * strips / self.programs
+            return waves / math.ceil(waves)
+
+        enough = (n for n in range(1, most + 1) if filled(n) >= FULL_WAVES)
+        return next(enough, None) or max(range(1, most + 1), key=filled)
+
+
+def scores_config(problem: SelectProblem, kv_heads: int) -> ScoresConfig | None:
+    """Tiles for scores that are stored, some queries at a time; None where they cannot be.
+
+    Products of many heads take the widest tensor-core instructions if keys are their rows, but then
+    a program has few queries, and choosing between two products would take as long as a product.
+    All that is stored takes at most twice the memory of the lists.
+    """
+    given = problem.options
+    heads = problem.heads // given.lists
+    # all heads of a list read the same keys
+    shared_keys = problem.heads // kv_heads % heads == 0
+    if heads not in STORED_HEADS or not shared_keys:
+        return None
+    if problem.dtype == torch.float32 or problem.dim > 128:
+        return None
+    columns = 256 if problem.arch.smem_bytes >= LARGE_SHARED else 128
+    queries = columns // heads
+    step = min(max(1 << (given.most - 1).bit_length(), SHORTEST_STEP), LONGEST_STEP)
+    step = max(step, given.granularity)
+    capacity = given.most + max(step // given.granularity, given.most)
+    lists = problem.batch * given.lists * problem.q_len
+    room = 2 * lists * given.most * 4
+    if problem.dtype.itemsize == 1:
+        room -= problem.batch * kv_heads * problem.kv_len * problem.dim * 2
+    row = 4 * (scores_stride(problem.kv_len) + 2 * capacity - given.most)
+    tiles = problem.batch * given.lists * -(-problem.q_len // queries)
+    rows = min(room // row // queries, tiles) * queries
+    if rows < min(FEWEST_ROWS, tiles * queries):
+        return None
+    sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
+    select = SelectConfig(1, step, capacity, rows, 16, 1)
+    return ScoresConfig(queries, 64, rows, 2 * sms, 4, 2, select)
+
+
+def scores_stride(kv_len: int) -> int:
+    """Elements from one row of stored scores to the next: rows begin on 64 bytes."""
+    return -(-kv_len // 16) * 16
 
 
 def why_not(problem: SelectProblem) -> str | None:
