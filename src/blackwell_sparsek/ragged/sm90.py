@@ -2,7 +2,7 @@
 """Packed queries over a cache on Hopper: the arithmetic of `triton.py` by TMA and WGMMA.
 
 Shapes, results and the way work is split are those of `triton.py`, whose plan is used as it is:
-programs take equal ranges of the KV tiles of all softmaxes. Queries of all heads that share a KV
+programs take equal ranges of the units of all softmaxes. Queries of all heads that share a KV
 head are the rows of a query tile, CONSUMERS x 64 of them, so that a decoding step reads its keys
 once for the whole group. The roles of a program are those of `attention.sm90.forward`:
 
@@ -68,7 +68,6 @@ from ..device.gluon.warps import shared_address
 from ..device.masks import bounds_in_chunk, row_bounds
 from ..device.paging import visited_tiles
 from ..device.records import Range, RowBounds, Score, SoftmaxState, VisitPlan
-from ..device.schedule import share_of
 from ..device.scores import fold_sign, positive_factor
 from ..device.softmax import init_state
 from ..device.visits import num_masked_blocks, plan_dense
@@ -85,6 +84,8 @@ from .triton import (
     part_of_softmax,
     query_tile,
     row_places,
+    units_of_program,
+    units_of_tile,
     write_rows,
 )
 from .tuning import RaggedSm90Config, query_tiles, ragged_sm90_config
@@ -292,9 +293,7 @@ def _produce(produce, shared, CFG: gl.constexpr):
     sizes, heads = shared.sizes, shared.heads
     group = _group_of(heads, CFG)
     tables, workspace = produce.tables, produce.workspace
-    programs = gl.num_programs(0)
-    total = gl.load(workspace.ends + produce.num_tiles - 1) * heads.kv
-    at, end = share_of(gl.program_id(0), total, programs)
+    total, programs, at, end = units_of_program(workspace, produce.num_tiles, heads.kv)
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     q_tile, before = find_query_tile(workspace, at // heads.kv, produce.num_tiles, offs_scan)
     step = 0
@@ -309,8 +308,9 @@ def _produce(produce, shared, CFG: gl.constexpr):
             sequence = gl.load(workspace.owners + q_tile)
             tile = query_tile(tables, sizes, q_tile, sequence, group, CFG.tile_m, CFG.TOP_LEFT)
             first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, 0, CFG.TILE_N, None)
+            units = units_of_tile(tile, ROWS)
             part, stop = part_of_softmax(
-                at, end, before, count, heads.kv, total, programs, CFG.WHOLE
+                at, end, before, count, units, heads.kv, total, programs, CFG.WHOLE
             )
             if part.mine:
                 plan = _plan_part(tile, part, first_tile, sizes, group, CFG)
@@ -574,7 +574,7 @@ def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs
         counters = self_resetting_counters(1 + programs * config.CONSUMERS, q.device)
         plan = (scratch((num_tiles,), torch.int32, q.device) for _ in range(2))
         workspace = RaggedWorkspace(parts, counters, *plan)
-        launch_plan(call, records, workspace, config.tile_m, config.TILE_N)
+        launch_plan(call, records, workspace, config.tile_m, config.TILE_N, GROUP_ROWS)
         args = (
             records.results,
             q,
