@@ -45,11 +45,14 @@ from ..calls.ragged import RaggedCall
 from ..core.compat import hopper_options
 from ..decode.sm90 import descriptor
 from ..decode.sm90_producer import (
+    NOWHERE,
     KeyTables,
     TileCopies,
-    copies_of_tile,
+    check_pages,
     copy_rows,
-    look_up,
+    lanes,
+    pick,
+    read_pages,
 )
 from ..decode.triton import DecodeHeads, DecodeLayout
 from ..device.gluon.compat import async_load, reinterpret
@@ -214,37 +217,41 @@ def _fill(desc, tiles_ring, step, copies, kv_head, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _look_up(keys, kv_tile, CFG: gl.constexpr):
-    """First keys and slabs of the copies of a tile, and whether a page is out of range.
+def _read_pages(keys, kv_tile, CFG: gl.constexpr):
+    """Entries of the page table for the copies of a tile, one in each thread of the producer.
 
-    With pages, each thread of the producer has those of one copy.
+    They are not looked at, so that nothing waits for them yet.
     """
-    if CFG.PAGE_SIZE is None:
-        start = kv_tile * CFG.TILE_N
-        found = (start, keys.sequence, start - start)
-    else:
+    pages = lanes()
+    if CFG.PAGE_SIZE is not None:
         cache: gl.constexpr = CFG.cache
-        first = kv_tile * cache.copies
-        found = look_up(keys, first, first, first + cache.copies, cache)
-    return found
+        starts = kv_tile * CFG.TILE_N + lanes() * cache.copy_keys
+        starts = gl.where(lanes() < cache.copies, starts, NOWHERE)
+        pages = read_pages(starts, keys, cache)
+    return pages
 
 
 @gluon.jit
-def _copies(starts, slabs, keys, CFG: gl.constexpr):
-    """The `TileCopies` of a tile that was looked up."""
+def _copies(pages, keys, kv_tile, CFG: gl.constexpr):
+    """The `TileCopies` of a tile with these pages, and 1 in threads whose page is out of range."""
+    start = kv_tile * CFG.TILE_N
+    wrong = lanes() * 0
+    slabs = ()
+    rows = ()
     if CFG.PAGE_SIZE is None:
-        copies = TileCopies((slabs,), (starts,), (starts,), True, 0)
+        slabs = (keys.sequence,)
+        rows = (start,)
     else:
         cache: gl.constexpr = CFG.cache
-        copies = copies_of_tile(starts, slabs, 0, keys, cache)
-        if cache.copy_keys == CFG.PAGE_SIZE:
-            # whole pages; the compiler does not know, and would keep a register for each
-            count: gl.constexpr = cache.copies
-            rows = ()
-            for _ in gl.static_range(count):
-                rows = rows + (0,)  # noqa: RUF005
-            copies = TileCopies(copies.slabs, rows, copies.starts, copies.wanted, copies.cut)
-    return copies
+        count: gl.constexpr = cache.copies
+        checked, wrong = check_pages(pages, keys)
+        for copy in gl.static_range(count):
+            row = 0
+            if cache.copy_keys < CFG.PAGE_SIZE:
+                row = (start + copy * cache.copy_keys) % CFG.PAGE_SIZE
+            slabs = slabs + (pick(checked, copy),)  # noqa: RUF005
+            rows = rows + (row,)  # noqa: RUF005
+    return TileCopies(slabs, rows, (), True, 0), wrong
 
 
 @gluon.jit
@@ -268,23 +275,22 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
     Returns the next step, and whether a page was out of range.
     """
     _, kv_tiles = count_tiles(plan, CFG)
-    wrong = step - step
-    if kv_tiles > 0:
-        starts, slabs, wrong = _look_up(keys, dense_tile(plan, 0), CFG)
-        for kv_tile in range(0, kv_tiles):
-            copies = _copies(starts, slabs, keys, CFG)
-            # pages are looked up a tile ahead, before a stage is waited for
-            following = gl.minimum(kv_tile + 1, kv_tiles - 1)
-            starts, slabs, next_wrong = _look_up(keys, dense_tile(plan, following), CFG)
-            _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
-            _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
-            if CFG.HEADS > 0:  # noqa: SIM102
-                # there is room for a tile before the last queries have been read
-                if kv_tile == 0:
-                    _copy_queries(produce, shared, tile, kv_head, part, CFG)
-            wrong = wrong | next_wrong
-            step += 1
-    return step, wrong
+    wrong = lanes() * 0
+    pages = _read_pages(keys, dense_tile(plan, 0), CFG)
+    for kv_tile in range(0, kv_tiles):
+        copies, wrong_pages = _copies(pages, keys, dense_tile(plan, kv_tile), CFG)
+        wrong = wrong | wrong_pages
+        # a tile ahead, before a stage is waited for
+        following = gl.minimum(kv_tile + 1, kv_tiles - 1)
+        pages = _read_pages(keys, dense_tile(plan, following), CFG)
+        _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
+        _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
+        if CFG.HEADS > 0:  # noqa: SIM102
+            # there is room for a tile before the last queries have been read
+            if kv_tile == 0:
+                _copy_queries(produce, shared, tile, kv_head, part, CFG)
+        step += 1
+    return step, gl.max(wrong, 0)
 
 
 @gluon.jit
