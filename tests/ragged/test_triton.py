@@ -7,8 +7,21 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from blackwell_sparsek.masks.band import Band
-from blackwell_sparsek.ragged.triton import launch_attn_ragged
+from blackwell_sparsek.ragged.triton import (
+    RaggedWorkspace,
+    find_query_tile,
+    kernel_records,
+    launch_attn_ragged,
+    launch_plan,
+    part_of_softmax,
+    query_tile,
+    units_of_program,
+    units_of_tile,
+)
 from blackwell_sparsek.ragged.tuning import RaggedConfig
 from blackwell_sparsek.testing import poison
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, check_ragged, draw_ragged_case
@@ -213,3 +226,57 @@ def test_offsets_out_of_range_stay_in_bounds(device):
             call, cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device)
         )
         attend(call)
+
+
+@triton.jit
+def _mark_tiles(owners_of_tiles, tables, workspace, sizes, heads, num_tiles, TILE_M: tl.constexpr,
+                TILE_N: tl.constexpr, LIGHT_ROWS: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """Add one to every KV tile of this program, and for each part count one from first to last."""
+    total, programs, at, end = units_of_program(workspace, num_tiles, heads.kv)
+    q_tile, before = find_query_tile(workspace, at // heads.kv, num_tiles, tl.arange(0, 16))
+    while at < end:
+        tile_end = tl.load(workspace.ends + q_tile)
+        count = tile_end - before
+        if count == 0:
+            q_tile += 1
+        else:
+            sequence = tl.load(workspace.owners + q_tile)
+            tile = query_tile(tables, sizes, q_tile, sequence, heads.group, TILE_M, False)
+            units = units_of_tile(tile, LIGHT_ROWS)
+            part, stop = part_of_softmax(
+                at, end, before, count, units, heads.kv, total, programs, False
+            )
+            softmax = owners_of_tiles + (q_tile * heads.kv + part.kv_head) * (MOST + 1)
+            if part.mine:
+                for kv_tile in range(part.first, part.end):
+                    tl.atomic_add(softmax + kv_tile, 1)
+                # 0 in the end if no part is missing
+                first = tl.program_id(0) == part.first_program
+                parts = part.last_program - part.first_program + 1
+                tl.atomic_add(softmax + MOST, tl.where(first, parts, 0) - 1)
+            at = stop
+            if stop == tile_end * heads.kv:
+                q_tile += 1
+                before = tile_end
+
+
+@pytest.mark.parametrize("programs", (1, 3, 7, 100))
+def test_every_tile_has_one_program_if_some_tiles_count_less(programs, device):
+    """Also where there are more programs than tiles."""
+    case = RaggedCase(1, q_lens=(1, 61, 0, 4), kv_lens=(50, 61, 1, 90), heads=(4, 2))
+    call = case.build(device)
+    records = kernel_records(call)
+    num_tiles, most = call.q.shape[0] * 2 // 32 + call.batch + 1, 90 // 16 + 1
+    plan = [torch.zeros(num_tiles, dtype=torch.int32, device=device) for _ in range(2)]
+    workspace = RaggedWorkspace(plan[0], plan[0], *plan)
+    launch_plan(call, records, workspace, 32, 16, light_rows=16)
+    marks = torch.zeros(num_tiles, 2, most + 1, dtype=torch.int32, device=device)
+    heads = records.layout.tensors.heads
+    arguments = (marks, records.tables, workspace, records.sizes, heads, num_tiles)
+    _mark_tiles[(programs,)](*arguments, TILE_M=32, TILE_N=16, LIGHT_ROWS=16, MOST=most)
+    tiles = marks[..., :most]
+    # rows 2, 32 at a time of 122, 8, and the padding; causal, at the end of the keys
+    counts = [int(x) for x in tiles.sum(-1)[:, 0] if x]
+    assert counts == [4, 1, 2, 3, 4, 6]
+    assert tiles.max() == 1 and torch.equal(tiles[:, 0], tiles[:, 1])
+    assert not marks[..., most].any()

@@ -17,6 +17,7 @@ from blackwell_sparsek.ragged.tuning import (
     ragged_sm90_unsupported,
     why_not_triton,
 )
+from blackwell_sparsek.testing.ragged_cases import RaggedCase
 
 INTERPRETED = Arch("cpu", 0, 1, 0, True)
 H200 = Arch("cuda", 90, 132, 232448, False)
@@ -117,3 +118,24 @@ def test_tiles_of_the_hopper_kernel_fit_into_shared_memory(dim, stages):
     assert config.k_block() == (1, 1, 16, dim)
     contiguous = ragged_sm90_config(replace(PROBLEM, page_size=None), False)
     assert contiguous.k_block() == (1, 1, 128, 128)
+
+
+@pytest.mark.parametrize("changes, heads", [
+    ({}, 4), ({"heads_q": 8}, 1), ({"heads_q": 512}, 64),
+    # 64 rows are no whole number of queries, or less than one
+    ({"heads_q": 56}, 0), ({"heads_q": 1024}, 0),
+    ({"tma_q": False}, 0), ({"positive": False}, 0),
+])  # fmt: skip
+def test_when_the_hopper_kernel_copies_queries_by_tma(changes, heads):
+    config = ragged_sm90_config(replace(PROBLEM, **{"tma_q": True, **changes}), False)
+    assert heads == config.HEADS
+    if heads:
+        assert config.q_block() == (64 // heads, 1, heads, 128)
+
+
+@pytest.mark.parametrize("scale, softcap, positive", [
+    (0.1, 0.0, True), (0.0, 0.0, False), (-0.1, 0.0, False), (-0.1, 30.0, True),
+])  # fmt: skip
+def test_a_softcap_keeps_the_sign_of_a_scale_out_of_queries(scale, softcap, positive):
+    call = replace(RaggedCase(1, torch.bfloat16).build("cpu"), scale=scale, softcap=softcap)
+    assert call.problem.positive is positive

@@ -113,6 +113,8 @@ class RaggedCall:
             batch_invariant=self.batch_invariant,
             alibi=self.alibi_slopes is not None,
             tma=tma_takes(self.k) and tma_takes(self.v),
+            tma_q=tma_takes(self.q),
+            positive=self.softcap > 0 or self.scale > 0,
         )
 
 
@@ -142,6 +144,10 @@ class RaggedProblem:
     alibi: bool = False
     tma: bool = False
     """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
+    tma_q: bool = False
+    """Likewise the queries."""
+    positive: bool = True
+    """Whether scores have a factor above zero; the sign of others goes into the queries."""
 
     @property
     def group(self) -> int:

@@ -250,7 +250,7 @@ def find_range(keys, first_length, head_tiles, num_splits, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _lanes():
+def lanes():
     """Numbers of the threads of the producer."""
     return gl.arange(0, LOOKED_UP, gl.BlockedLayout([1], [32], [1], [0]))
 
@@ -261,7 +261,7 @@ def read_blocks(tables, copy, end, CFG: gl.constexpr):
 
     -1 past the end of the list, and from copy `end` on.
     """
-    copy = copy + _lanes()
+    copy = copy + lanes()
     blocks = copy
     if CFG.BLOCK_KV is not None:
         entry = copy * CFG.copy_keys // CFG.BLOCK_KV
@@ -271,10 +271,25 @@ def read_blocks(tables, copy, end, CFG: gl.constexpr):
 
 
 @gluon.jit
+def read_pages(starts, tables, CFG: gl.constexpr):
+    """Entries of the page table for copies that begin at `starts`; 0 for those nobody sees."""
+    # entries past the last key, and before the first one seen, may hold anything
+    wanted = _is_wanted(starts, tables, CFG)
+    return gl.load(tables.page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
+
+
+@gluon.jit
+def check_pages(pages, tables):
+    """Pages as int32, 0 in place of those out of range; 1 for each of these."""
+    exists = (pages >= 0) & (pages < tables.num_pages)
+    return gl.where(exists, pages, 0).to(gl.int32), gl.where(exists, 0, 1)
+
+
+@gluon.jit
 def look_up(tables, blocks, copy, end, CFG: gl.constexpr):
     """Position of the first key of each copy, NOWHERE without one; its page, or the sequence of a
     contiguous cache; 1 if a block or a page is out of range."""
-    copy = copy + _lanes()
+    copy = copy + lanes()
     starts = copy * CFG.copy_keys
     wrong = gl.zeros_like(copy)
     if CFG.BLOCK_KV is not None:
@@ -285,19 +300,15 @@ def look_up(tables, blocks, copy, end, CFG: gl.constexpr):
     starts = gl.where(copy < end, starts, NOWHERE)
     slabs = gl.zeros_like(copy) + tables.sequence
     if CFG.PAGE_SIZE is not None:
-        # entries past the last key, and before the first one seen, may hold anything
-        wanted = _is_wanted(starts, tables, CFG)
-        slabs = gl.load(tables.page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
-        exists = (slabs >= 0) & (slabs < tables.num_pages)
-        wrong = wrong | gl.where(exists, 0, 1)
-        slabs = gl.where(exists, slabs, 0).to(gl.int32)
+        slabs, wrong_pages = check_pages(read_pages(starts, tables, CFG), tables)
+        wrong = wrong | wrong_pages
     return starts, slabs, gl.max(wrong, 0)
 
 
 @gluon.jit
-def _pick(values, lane):
+def pick(values, lane):
     """The value of one thread."""
-    return gl.max(gl.where(_lanes() == lane, values, -(2**31)), 0)
+    return gl.max(gl.where(lanes() == lane, values, -(2**31)), 0)
 
 
 @gluon.jit
@@ -310,7 +321,7 @@ def copies_of_tile(starts, slabs, lane, tables, CFG: gl.constexpr):
     own_rows = ()
     own_starts = ()
     for copy in gl.static_range(copies):
-        start = _pick(starts, lane + copy)
+        start = pick(starts, lane + copy)
         copy_wanted = _is_wanted(start, tables, CFG)
         row = gl.where(copy_wanted, start, 0)
         if CFG.PAGE_SIZE is not None:
@@ -318,7 +329,7 @@ def copies_of_tile(starts, slabs, lane, tables, CFG: gl.constexpr):
         wanted = wanted | copy_wanted
         whole = (start >= tables.kv_lo) & (start + CFG.copy_keys <= tables.kv_hi)
         cut = cut | gl.where(whole, 0, 1)
-        own_slabs = own_slabs + (_pick(slabs, lane + copy),)  # noqa: RUF005
+        own_slabs = own_slabs + (pick(slabs, lane + copy),)  # noqa: RUF005
         own_rows = own_rows + (row,)  # noqa: RUF005
         own_starts = own_starts + (start,)  # noqa: RUF005
     return TileCopies(own_slabs, own_rows, own_starts, wanted, cut)

@@ -2,14 +2,17 @@
 """Packed queries over a cache on Hopper: the arithmetic of `triton.py` by TMA and WGMMA.
 
 Shapes, results and the way work is split are those of `triton.py`, whose plan is used as it is:
-programs take equal ranges of the KV tiles of all softmaxes. Queries of all heads that share a KV
+programs take equal ranges of the units of all softmaxes. Queries of all heads that share a KV
 head are the rows of a query tile, CONSUMERS x 64 of them, so that a decoding step reads its keys
 once for the whole group. The roles of a program are those of `attention.sm90.forward`:
 
 - a producer warp finds the parts of softmaxes in its range, publishes each as a `QueryPart`, and
   keeps rings of K and V tiles full, by one TMA copy for each page of a tile;
-- consumer warp groups own 64 rows each. They load their queries, go through the KV tiles as the
-  consumers of the forward do, and leave parts for each other as with its split tail.
+- consumer warp groups own 64 rows each. They go through the KV tiles as the consumers of the
+  forward do, and leave parts for each other as with its split tail.
+
+The producer has the queries of the next part copied while consumers end the one before. Where TMA
+cannot, or a sign has to go into them, consumers load them (`tuning.copies_queries`).
 
 Called as impl "sm90" of `bsk::attn_ragged`. Limits: fp16 and bf16, D and Dv up to 128 in steps of
 8, pages of a multiple of 16 tokens, strides and addresses of the cache that TMA takes; neither
@@ -32,32 +35,46 @@ from ..attention.sm90.forward import (
     attend_last_values,
     attend_tile,
     combine,
+    drop_unseen,
     skip_tiles,
 )
 from ..attention.sm90.forward_producer import TailPart, Visit, count_tiles, dense_tile
 from ..attention.sm90.forward_stages import KvStages, zero_outputs
+from ..attention.sm90.launch import tma_strides
 from ..calls.ragged import RaggedCall
 from ..core.compat import hopper_options
 from ..decode.sm90 import descriptor
 from ..decode.sm90_producer import (
+    NOWHERE,
     KeyTables,
     TileCopies,
-    copies_of_tile,
+    check_pages,
     copy_rows,
-    look_up,
+    lanes,
+    pick,
+    read_pages,
 )
+from ..decode.triton import DecodeHeads, DecodeLayout
+from ..device.gluon.compat import async_load, reinterpret
 from ..device.gluon.partials import columns_of, rows_of
-from ..device.gluon.pipeline import publish, ring, ring_place, take, tiles, work_channel
+from ..device.gluon.pipeline import (
+    publish,
+    ring,
+    ring_memory,
+    ring_place,
+    take,
+    tiles,
+    work_channel,
+)
 from ..device.gluon.row_parts import row_parts
 from ..device.gluon.warps import shared_address
 from ..device.masks import bounds_in_chunk, row_bounds
 from ..device.paging import visited_tiles
 from ..device.records import Range, RowBounds, Score, SoftmaxState, VisitPlan
-from ..device.schedule import share_of
 from ..device.scores import fold_sign, positive_factor
 from ..device.softmax import init_state
 from ..device.visits import num_masked_blocks, plan_dense
-from ..launch.descriptors import GROUP_ROWS
+from ..launch.descriptors import GROUP_ROWS, tensor_descriptor
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from .triton import (
@@ -70,6 +87,8 @@ from .triton import (
     part_of_softmax,
     query_tile,
     row_places,
+    units_of_program,
+    units_of_tile,
     write_rows,
 )
 from .tuning import RaggedSm90Config, query_tiles, ragged_sm90_config
@@ -108,6 +127,8 @@ PART_FIELDS = gl.constexpr(len(QueryPart._fields))
 class RaggedShared(NamedTuple):
     """What all roles share."""
 
+    q_ring: Any
+    """A stage for each consumer; used where the producer copies queries."""
     k_ring: Any
     v_ring: Any
     parts: Any
@@ -122,6 +143,8 @@ class RaggedShared(NamedTuple):
 class RaggedProducer(NamedTuple):
     """What only the producer reads."""
 
+    q_desc: Any
+    """None where consumers load queries."""
     k_desc: Any
     v_desc: Any
     tables: Any
@@ -148,6 +171,15 @@ def _bounds_at(q_pos, tile, sizes):
     bounds = row_bounds(q_pos, gl.maximum(tile.kv_len, 0), sizes.left, sizes.right)
     first, last = bounds_in_chunk(bounds, q_pos, sizes.chunk)
     return RowBounds(gl.maximum(first, tile.kv_lo), last)
+
+
+@gluon.jit
+def _group_of(heads, CFG: gl.constexpr):
+    """Query heads that share a KV head: a constant if possible, since rows are divided by it."""
+    group = heads.group
+    if CFG.HEADS > 0:
+        group = CFG.HEADS
+    return group
 
 
 @gluon.jit
@@ -185,70 +217,94 @@ def _fill(desc, tiles_ring, step, copies, kv_head, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _look_up(keys, kv_tile, CFG: gl.constexpr):
-    """First keys and slabs of the copies of a tile, and whether a page is out of range.
+def _read_pages(keys, kv_tile, CFG: gl.constexpr):
+    """Entries of the page table for the copies of a tile, one in each thread of the producer.
 
-    With pages, each thread of the producer has those of one copy.
+    They are not looked at, so that nothing waits for them yet.
     """
-    if CFG.PAGE_SIZE is None:
-        start = kv_tile * CFG.TILE_N
-        found = (start, keys.sequence, start - start)
-    else:
+    pages = lanes()
+    if CFG.PAGE_SIZE is not None:
         cache: gl.constexpr = CFG.cache
-        first = kv_tile * cache.copies
-        found = look_up(keys, first, first, first + cache.copies, cache)
-    return found
+        starts = kv_tile * CFG.TILE_N + lanes() * cache.copy_keys
+        starts = gl.where(lanes() < cache.copies, starts, NOWHERE)
+        pages = read_pages(starts, keys, cache)
+    return pages
 
 
 @gluon.jit
-def _copies(starts, slabs, keys, CFG: gl.constexpr):
-    """The `TileCopies` of a tile that was looked up."""
+def _copies(pages, keys, kv_tile, CFG: gl.constexpr):
+    """The `TileCopies` of a tile with these pages, and 1 in threads whose page is out of range."""
+    start = kv_tile * CFG.TILE_N
+    wrong = lanes() * 0
+    slabs = ()
+    rows = ()
     if CFG.PAGE_SIZE is None:
-        copies = TileCopies((slabs,), (starts,), (starts,), True, 0)
+        slabs = (keys.sequence,)
+        rows = (start,)
     else:
         cache: gl.constexpr = CFG.cache
-        copies = copies_of_tile(starts, slabs, 0, keys, cache)
-        if cache.copy_keys == CFG.PAGE_SIZE:
-            # whole pages; the compiler does not know, and would keep a register for each
-            count: gl.constexpr = cache.copies
-            rows = ()
-            for _ in gl.static_range(count):
-                rows = rows + (0,)  # noqa: RUF005
-            copies = TileCopies(copies.slabs, rows, copies.starts, copies.wanted, copies.cut)
-    return copies
+        count: gl.constexpr = cache.copies
+        checked, wrong = check_pages(pages, keys)
+        for copy in gl.static_range(count):
+            row = 0
+            if cache.copy_keys < CFG.PAGE_SIZE:
+                row = (start + copy * cache.copy_keys) % CFG.PAGE_SIZE
+            slabs = slabs + (pick(checked, copy),)  # noqa: RUF005
+            rows = rows + (row,)  # noqa: RUF005
+    return TileCopies(slabs, rows, (), True, 0), wrong
 
 
 @gluon.jit
-def _feed(produce, shared, keys, plan, kv_head, step, CFG: gl.constexpr):
-    """Fetch the KV tiles of a plan; return the next step, and whether a page was out of range."""
+def _copy_queries(produce, shared, tile, kv_head, part, CFG: gl.constexpr):
+    """Start the copies of queries for the `part`-th part with keys, once there is room."""
+    consumers: gl.constexpr = CFG.CONSUMERS
+    q_ring = shared.q_ring
+    for group in gl.static_range(consumers):
+        bar = q_ring.full.index(group)
+        mbarrier.wait(q_ring.empty.index(group), (part & 1) ^ 1)
+        mbarrier.expect(bar, produce.q_desc.block_type.nbytes)
+        query = tile.first_query + (tile.first_row + group * ROWS) // CFG.HEADS
+        place = [query, kv_head, 0, 0]
+        async_load(produce.q_desc, place, bar, q_ring.tiles.index(group))
+
+
+@gluon.jit
+def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.constexpr):
+    """Fetch the queries and KV tiles of a plan, the `part`-th with keys.
+
+    Returns the next step, and whether a page was out of range.
+    """
     _, kv_tiles = count_tiles(plan, CFG)
-    wrong = step - step
-    if kv_tiles > 0:
-        starts, slabs, wrong = _look_up(keys, dense_tile(plan, 0), CFG)
-        for kv_tile in range(0, kv_tiles):
-            copies = _copies(starts, slabs, keys, CFG)
-            # pages are looked up a tile ahead, before a stage is waited for
-            following = gl.minimum(kv_tile + 1, kv_tiles - 1)
-            starts, slabs, next_wrong = _look_up(keys, dense_tile(plan, following), CFG)
-            _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
-            _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
-            wrong = wrong | next_wrong
-            step += 1
-    return step, wrong
+    wrong = lanes() * 0
+    pages = _read_pages(keys, dense_tile(plan, 0), CFG)
+    for kv_tile in range(0, kv_tiles):
+        copies, wrong_pages = _copies(pages, keys, dense_tile(plan, kv_tile), CFG)
+        wrong = wrong | wrong_pages
+        # a tile ahead, before a stage is waited for
+        following = gl.minimum(kv_tile + 1, kv_tiles - 1)
+        pages = _read_pages(keys, dense_tile(plan, following), CFG)
+        _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
+        _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
+        if CFG.HEADS > 0:  # noqa: SIM102
+            # there is room for a tile before the last queries have been read
+            if kv_tile == 0:
+                _copy_queries(produce, shared, tile, kv_head, part, CFG)
+        step += 1
+    return step, gl.max(wrong, 0)
 
 
 @gluon.jit
 def _produce(produce, shared, CFG: gl.constexpr):
     """Role of the producer: find the parts of this program's range and keep the rings full."""
     sizes, heads = shared.sizes, shared.heads
+    group = _group_of(heads, CFG)
     tables, workspace = produce.tables, produce.workspace
-    programs = gl.num_programs(0)
-    total = gl.load(workspace.ends + produce.num_tiles - 1) * heads.kv
-    at, end = share_of(gl.program_id(0), total, programs)
+    total, programs, at, end = units_of_program(workspace, produce.num_tiles, heads.kv)
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     q_tile, before = find_query_tile(workspace, at // heads.kv, produce.num_tiles, offs_scan)
     step = 0
     slot = 0
+    with_keys = 0
     while at < end:
         tile_end = gl.load(workspace.ends + q_tile)
         count = tile_end - before
@@ -256,15 +312,14 @@ def _produce(produce, shared, CFG: gl.constexpr):
             q_tile += 1
         else:
             sequence = gl.load(workspace.owners + q_tile)
-            tile = query_tile(
-                tables, sizes, q_tile, sequence, heads.group, CFG.tile_m, CFG.TOP_LEFT
-            )
+            tile = query_tile(tables, sizes, q_tile, sequence, group, CFG.tile_m, CFG.TOP_LEFT)
             first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, 0, CFG.TILE_N, None)
+            units = units_of_tile(tile, ROWS)
             part, stop = part_of_softmax(
-                at, end, before, count, heads.kv, total, programs, CFG.WHOLE
+                at, end, before, count, units, heads.kv, total, programs, CFG.WHOLE
             )
             if part.mine:
-                plan = _plan_part(tile, part, first_tile, sizes, heads.group, CFG)
+                plan = _plan_part(tile, part, first_tile, sizes, group, CFG)
                 published = QueryPart(
                     part.kv_head, tile.first_query, tile.num_rows, tile.used_rows, tile.first_row,
                     tile.shift, tile.kv_len, tile.kv_lo, tile.kv_hi, plan.edge_begin,
@@ -279,9 +334,13 @@ def _produce(produce, shared, CFG: gl.constexpr):
                 keys = KeyTables(
                     None, pages, 0, sizes.num_slabs, tile.kv_lo, tile.kv_len, sizes.slots, tile.slab
                 )
-                step, wrong = _feed(produce, shared, keys, plan, part.kv_head, step, CFG)
+                next_step, wrong = _feed(
+                    produce, shared, keys, plan, tile, part.kv_head, step, with_keys, CFG
+                )
                 publish(shared.verdicts, slot, (wrong,))
                 slot += 1
+                with_keys += gl.where(next_step > step, 1, 0)
+                step = next_step
             at = stop
             if stop == tile_end * heads.kv:
                 q_tile += 1
@@ -294,8 +353,8 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _put_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Load this consumer's rows into shared memory; return them and the factor of scores."""
+def _load_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Load this consumer's rows into shared memory."""
     dim: gl.constexpr = CFG.TILE_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
     row = tile.first_row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -312,7 +371,6 @@ def _put_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.con
     own = consume.q_tiles.index(GROUP)
     own.store(q)
     fence_async_shared()
-    return own, positive_factor(scale_log2)
 
 
 @gluon.jit
@@ -328,15 +386,21 @@ def _row_bounds_of(tile, rows, sizes, group, GROUP: gl.constexpr):
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Role of a consumer warp group: attend with 64 rows of each part."""
-    sizes, heads = shared.sizes, shared.heads
+    sizes, q_ring = shared.sizes, shared.q_ring
+    group = _group_of(shared.heads, CFG)
+    given = consume.tensors
+    heads = DecodeHeads(shared.heads.kv, group)
+    tensors = DecodeLayout(given.out, given.q, given.k, given.v, given.scales, heads)
     tile_n: gl.constexpr = CFG.TILE_N
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     nothing = row_parts(gl.zeros([ROWS, tile_n], gl.float32, s_layout))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
+    factor = positive_factor(consume.scoring.scale_log2)
     step = 0
     slot = 0
+    with_keys = 0
     part = QueryPart(*take(shared.parts, slot))
     while part.kv_head >= 0:
         tile = TileOfQueries(
@@ -347,18 +411,23 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         if part.first_row + GROUP * ROWS >= part.num_rows:
             # none of its rows exists
+            if CFG.HEADS > 0:  # noqa: SIM102
+                if kv_tiles > 0:
+                    mbarrier.wait(q_ring.full.index(GROUP), with_keys & 1)
+                    mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
             skip_tiles(stages, kv_tiles, step, GROUP, CFG)
             step += kv_tiles
             take(shared.verdicts, slot)
         else:
-            q, factor = _put_queries(consume, tile, part.kv_head, heads.group, GROUP, CFG)
+            if CFG.HEADS == 0:
+                _load_queries(consume, tile, part.kv_head, group, GROUP, CFG)
             queries = Queries(
-                (q,),
+                (consume.q_tiles.index(GROUP),),
                 Visit(None, plan, num_masked_blocks(plan), tile.kv_len),
                 masked_tiles,
                 rows,
                 tile.first_row,
-                _row_bounds_of(tile, rows, sizes, heads.group, GROUP),
+                _row_bounds_of(tile, rows, sizes, group, GROUP),
                 Score(factor, consume.scoring.inverse_cap),
                 Range(tile.kv_lo, tile.kv_len),
             )
@@ -366,15 +435,23 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             sums = nothing
             acc = zero_outputs(CFG)
             if kv_tiles > 0:
+                if CFG.HEADS > 0:
+                    mbarrier.wait(q_ring.full.index(GROUP), with_keys & 1)
                 m_log2, sums, acc, p = attend_first_tile(
                     queries, stages, 0, step, (m_log2, sums), acc, GROUP, CFG
                 )
+                # only the first tile may end past the keys, and only the last begin before them
+                drop_unseen(queries, stages, 0, ring_place(step, CFG.STAGES), CFG)
                 for kv_tile in range(1, kv_tiles):
                     step, m_log2, sums, acc, p = attend_tile(
                         queries, stages, kv_tile, step, (m_log2, sums), acc, p, GROUP, CFG
                     )
                 place = ring_place(step, CFG.STAGES)
-                acc = attend_last_values(queries, stages, kv_tiles - 1, place, acc, p, CFG)
+                if CFG.HEADS > 0:
+                    # every score of this part is taken: the next queries may come
+                    mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
+                drop_unseen(queries, stages, kv_tiles - 1, place, CFG)
+                acc = attend_last_values(stages, place, acc, p, CFG)
                 step += 1
             row_sum = gl.convert_layout(gl.sum(sums, 1), m_log2.type.layout)
             wrong = take(shared.verdicts, slot)[0]
@@ -391,12 +468,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             if complete:
                 out = acc[0]
                 write_rows(
-                    consume.results, consume.scoring, consume.tensors, tile, part.kv_head,
+                    consume.results, consume.scoring, tensors, tile, part.kv_head,
                     gl.convert_layout(m_log2, o_rows), gl.convert_layout(row_sum, o_rows), out,
                     tile.first_row + GROUP * ROWS + rows_of(out), columns_of(out)[None, :],
                     tile.num_rows, sizes.tokens_q, CFG.HEAD_DIM_V,
                 )  # fmt: skip
         slot += 1
+        with_keys += gl.where(kv_tiles > 0, 1, 0)
         part = QueryPart(*take(shared.parts, slot))
 
 
@@ -409,6 +487,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 def _attn_ragged_sm90_kernel(
     results,
     q_ptr,
+    q_desc,
     k_desc,
     v_desc,
     tables,
@@ -435,11 +514,18 @@ def _attn_ragged_sm90_kernel(
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     consumers: gl.constexpr = CFG.CONSUMERS
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CFG.TILE_D], k_desc.dtype)
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [consumers, ROWS, CFG.TILE_D], q_layout)
+    q_shape: gl.constexpr = [consumers, ROWS, CFG.TILE_D]
+    if CFG.HEADS > 0:
+        q_copies = ring_memory(q_desc, consumers)
+        q_tiles = reinterpret(q_copies, k_desc.dtype, q_shape, q_layout)
+    else:
+        q_copies = gl.allocate_shared_memory(k_desc.dtype, q_shape, q_layout)
+        q_tiles = q_copies
     k_smem = tiles(k_desc, stages, CFG.TILE_N)
     v_smem = tiles(v_desc, stages, CFG.TILE_N)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
+    q_ring = ring(q_copies, consumers, 1)
     parts = work_channel(PART_FIELDS, consumers)
     verdicts = work_channel(1, consumers)
     fence_async_shared()
@@ -447,9 +533,11 @@ def _attn_ragged_sm90_kernel(
     sizes = RaggedSizes(
         batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
     )
-    shared = RaggedShared(k_ring, v_ring, parts, verdicts, sizes, layout.tensors.heads)
-    produce = RaggedProducer(k_desc, v_desc, tables, layout.tables.pages, workspace, num_tiles)
-    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail, q_smem)
+    shared = RaggedShared(q_ring, k_ring, v_ring, parts, verdicts, sizes, layout.tensors.heads)
+    produce = RaggedProducer(
+        q_desc, k_desc, v_desc, tables, layout.tables.pages, workspace, num_tiles
+    )
+    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail, q_tiles)
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
@@ -465,6 +553,14 @@ def attention_ragged(call: RaggedCall) -> None:
     """Fill `out` and `lse` of a validated call."""
     problem = call.problem
     launch_attn_ragged_sm90(call, ragged_sm90_config(problem, call.top_left), problem.arch.num_sms)
+
+
+def _query_descriptor(call: RaggedCall, config: RaggedSm90Config) -> Any:
+    """Of [token, KV head, head of it, dim]; None if consumers load queries."""
+    if config.HEADS == 0:
+        return None
+    q = call.q.unflatten(1, (call.kv_heads, config.HEADS))
+    return tensor_descriptor(q, config.q_block(), tma_strides(q))
 
 
 def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs: int) -> None:
@@ -484,10 +580,11 @@ def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs
         counters = self_resetting_counters(1 + programs * config.CONSUMERS, q.device)
         plan = (scratch((num_tiles,), torch.int32, q.device) for _ in range(2))
         workspace = RaggedWorkspace(parts, counters, *plan)
-        launch_plan(call, records, workspace, config.tile_m, config.TILE_N)
+        launch_plan(call, records, workspace, config.tile_m, config.TILE_N, GROUP_ROWS)
         args = (
             records.results,
             q,
+            _query_descriptor(call, config),
             descriptor(call.k, call.page_size, config.k_block()),
             descriptor(call.v, call.page_size, config.v_block()),
             records.tables,

@@ -10,12 +10,13 @@ q, out [Tq, Hq, D | Dv], lse [Hq, Tq]; keys and values [B, Hkv, S, D | Dv], page
 share a KV head. TILE_M rows of one sequence are a *query tile*; with a KV head it is one softmax.
 
 A first kernel counts the KV tiles that each query tile sees. In the second, the KV tiles of all
-softmaxes are numbered in one line, and each of a fixed number of programs takes an equal range, so
-that one long prompt does not hold up the others. What a range has of one softmax is a part; the
-last of its programs combines them, always in the same order (`device.partials`). WHOLE: a softmax
-belongs to the program in whose range it begins, and is not split; its bits then depend on its own
-sequence only. Lengths, offsets and tables are read on the device, so the launches depend on sizes
-alone. Called as impl "triton" of `bsk::attn_ragged`.
+softmaxes lie in one line, each as long as it takes (`tuning.TILE_UNITS`), and each of a fixed
+number of programs takes an equal range, so that one long prompt does not hold up the others. A tile
+belongs to the range that it begins in. What a range has of one softmax is a part; the last of its
+programs combines them, always in the same order (`device.partials`). WHOLE: a softmax belongs to
+the program in whose range it begins, and is not split; its bits then depend on its own sequence
+only. Lengths, offsets and tables are read on the device, so the launches depend on sizes alone.
+Called as impl "triton" of `bsk::attn_ragged`.
 
 Query tiles are numbered through: those of sequence b begin at `cu_seqlens_q[b] * group // TILE_M +
 b`, which leaves each sequence at least as many numbers as it has tiles; the others have no rows.
@@ -66,6 +67,8 @@ from .tuning import RaggedConfig, query_tiles, ragged_config
 # Slots that are counted, or searched, at a time.
 SCAN = tl.constexpr(512)
 SOFTMAX_COST = tl.constexpr(tuning.SOFTMAX_COST)
+TILE_UNITS = tl.constexpr(tuning.TILE_UNITS)
+LIGHT_UNITS = tl.constexpr(tuning.LIGHT_UNITS)
 
 
 class RaggedTables(NamedTuple):
@@ -113,8 +116,8 @@ class RaggedScoring(NamedTuple):
 class RaggedWorkspace(NamedTuple):
     """Parts of softmaxes, self-resetting counters of those that have arrived, and the plan.
 
-    `ends` holds the KV tiles of one KV head up to the end of each query tile, `owners` the sequence
-    of each.
+    `ends` holds the units of one KV head up to the end of each query tile, `owners` the sequence of
+    each.
     """
 
     partials: Any
@@ -235,6 +238,12 @@ def query_tile(
     )  # fmt: skip
 
 
+@triton.jit
+def units_of_tile(tile, LIGHT_ROWS: tl.constexpr):
+    """Units of a KV tile, fewer if the query tile has LIGHT_ROWS rows at the most."""
+    return tl.where(tile.num_rows - tile.first_row <= LIGHT_ROWS, LIGHT_UNITS, TILE_UNITS)
+
+
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "num_slabs", "slots", "capacity", "num_blocks", "left",
@@ -261,10 +270,11 @@ def _plan_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TOP_LEFT: tl.constexpr,
+    LIGHT_ROWS: tl.constexpr,
 ):
-    """Count the KV tiles of every query tile, and number them through; one program.
+    """Add up the units of the KV tiles of every query tile; one program.
 
-    SOFTMAX_COST more for each stand for the time in which a softmax begins and ends.
+    Those of SOFTMAX_COST more for each stand for the time in which a softmax begins and ends.
     """
     sizes = RaggedSizes(
         batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
@@ -281,17 +291,37 @@ def _plan_kernel(
             sequence = tl.where((further <= batch) & (begins <= q_tile), further, sequence)
         tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
         _, count = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
-        count = tl.where(tile.first_row < tile.used_rows, count, 1) + SOFTMAX_COST
-        count = tl.where(tile.first_row < tile.num_rows, count, 0)
-        ends = before + tl.cumsum(tl.where(q_tile < num_tiles, count, 0), 0)
+        count = tl.where(tile.first_row < tile.used_rows, count, 1)
+        units = count * units_of_tile(tile, LIGHT_ROWS) + SOFTMAX_COST * TILE_UNITS
+        units = tl.where(tile.first_row < tile.num_rows, units, 0)
+        ends = before + tl.cumsum(tl.where(q_tile < num_tiles, units, 0), 0)
         tl.store(workspace.ends + q_tile, ends, q_tile < num_tiles)
         tl.store(workspace.owners + q_tile, sequence, q_tile < num_tiles)
         before = tl.max(ends, 0)
 
 
+class ProgramUnits(NamedTuple):
+    """Units of all softmaxes, how many programs share them, and the range of this program."""
+
+    total: Any
+    programs: Any
+    begin: Any
+    end: Any
+
+
 @triton.jit
-def find_query_tile(workspace, kv_tile, num_tiles, offs_scan):
-    """The query tile that holds a KV tile of one head, and the KV tiles before it.
+def units_of_program(workspace, num_tiles, heads):
+    """The `ProgramUnits` of this program."""
+    total = tl.load(workspace.ends + num_tiles - 1) * heads
+    # a tile begins in every range that is all inside a softmax: no part is missing
+    programs = tl.minimum(tl.num_programs(0), tl.maximum(total // TILE_UNITS, 1))
+    begin, end = share_of(tl.program_id(0), total, programs)
+    return ProgramUnits(total, programs, begin, tl.where(tl.program_id(0) < programs, end, begin))
+
+
+@triton.jit
+def find_query_tile(workspace, unit, num_tiles, offs_scan):
+    """The query tile that holds a unit of one head, and the units before it.
 
     `offs_scan` is any range 0..n: query tiles are looked at n at a time.
     """
@@ -300,7 +330,7 @@ def find_query_tile(workspace, kv_tile, num_tiles, offs_scan):
     for start in range(0, num_tiles, offs_scan.shape[0]):
         nth = start + offs_scan
         ends = tl.load(workspace.ends + nth, mask=nth < num_tiles, other=2**31 - 1)
-        past = ends <= kv_tile
+        past = ends <= unit
         q_tile += tl.sum(past.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(past, ends, 0), 0))
     return q_tile, before
@@ -321,26 +351,28 @@ class SoftmaxPart(NamedTuple):
 
 
 @triton.jit
-def part_of_softmax(at, end, before, count, heads, total, programs, WHOLE: tl.constexpr):
+def part_of_softmax(
+    at, end, before, count, tile_units, heads, total, programs, WHOLE: tl.constexpr
+):
     """The `SoftmaxPart` of the range `[at, end)`, and where what follows it begins.
 
-    `before` and `count` are the KV tiles of one head before its query tile, and in it, with those
-    that `_plan_kernel` counts for the softmax itself, which come first.
+    `before` and `count` are the units of one head before its query tile, and in it, with those that
+    `_plan_kernel` counts for the softmax itself, which come first; KV tiles have `tile_units`.
     """
     kv_head = (at - before * heads) // count
     start = before * heads + kv_head * count
-    first_tile = start + SOFTMAX_COST
+    first_tile = start + SOFTMAX_COST * TILE_UNITS
     stop = tl.minimum(end, start + count)
     first_program = owner_of(first_tile, total, programs)
-    last_program = owner_of(start + count - 1, total, programs)
-    mine = first_tile < stop
+    last_program = owner_of(start + count - tile_units, total, programs)
+    first = (tl.maximum(at - first_tile, 0) + tile_units - 1) // tile_units
+    mine = first_tile + first * tile_units < stop
     if WHOLE:
         mine = at == start
         stop = start + count
         last_program = first_program
-    first = tl.maximum(at - first_tile, 0)
-    part = SoftmaxPart(mine, kv_head, first, stop - first_tile, first_program, last_program)
-    return part, stop
+    end_tile = (stop - first_tile + tile_units - 1) // tile_units
+    return SoftmaxPart(mine, kv_head, first, end_tile, first_program, last_program), stop
 
 
 @triton.jit
@@ -447,12 +479,11 @@ def _attn_ragged_kernel(
     group = tensors.heads.group
     heads = tensors.heads.kv
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    total = tl.load(workspace.ends + num_tiles - 1) * heads
-    begin, end = share_of(program, total, programs)
+    total, programs, begin, end = units_of_program(workspace, num_tiles, heads)
     q_tile, before = find_query_tile(workspace, begin // heads, num_tiles, tl.arange(0, SCAN))
     acc_partials = workspace.partials
-    state_partials = acc_partials + tl.cast(2 * programs, tl.int64) * (TILE_M * TILE_DV)
+    slots_of_parts = tl.cast(2 * tl.num_programs(0), tl.int64)
+    state_partials = acc_partials + slots_of_parts * (TILE_M * TILE_DV)
     offs_d = tl.arange(0, TILE_D)
     offs_dv = tl.arange(0, TILE_DV)[None, :]
     at = begin
@@ -465,7 +496,9 @@ def _attn_ragged_kernel(
             sequence = tl.load(workspace.owners + q_tile)
             tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
             first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
-            part, stop = part_of_softmax(at, end, before, count, heads, total, programs, WHOLE)
+            part, stop = part_of_softmax(
+                *(at, end, before, count, TILE_UNITS, heads, total, programs), WHOLE
+            )
             kv_head = part.kv_head
             if part.mine:
                 unused = tile.first_row >= tile.used_rows
@@ -618,13 +651,17 @@ def launch_plan(
     workspace: RaggedWorkspace,
     tile_m: int,
     tile_n: int,
+    light_rows: int = 0,
 ) -> None:
-    """Fill `ends` and `owners` of the workspace for query tiles of `tile_m` rows."""
+    """Fill `ends` and `owners` of the workspace for query tiles of `tile_m` rows.
+
+    Those with up to `light_rows` rows take less time.
+    """
     heads = records.layout.tensors.heads
     block_kv = None if call.kv_blocks is None else call.kv_block_size
     num_tiles, steps = workspace.ends.numel(), call.batch.bit_length()
     plan = (workspace, records.tables, heads, *records.sizes, num_tiles, steps, block_kv)
-    launch(_plan_kernel, 1, (*plan, tile_m, tile_n, call.top_left), num_warps=4)
+    launch(_plan_kernel, 1, (*plan, tile_m, tile_n, call.top_left, light_rows), num_warps=4)
 
 
 def launch_attn_ragged(call: RaggedCall, config: RaggedConfig) -> None:

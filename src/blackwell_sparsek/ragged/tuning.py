@@ -28,6 +28,12 @@ LARGEST_HEAD_DIM = 256
 # KV tiles in whose time a softmax begins and ends. Without them, the program that gets the short
 # softmaxes at the beginning of a causal prompt takes twice as long as the others.
 SOFTMAX_COST = 3
+# Work is divided in units of time: those of a KV tile, and of one for which a single consumer of
+# the Hopper kernel has rows. Beside prompts, a decoding step hardly waits for memory. Its tile then
+# takes the products and softmax of one consumer, an estimated 1 us, and that of a prompt 1.6 us.
+TILE_UNITS, LIGHT_UNITS = 3, 2
+# Tiles whose units are int32.
+MOST = MOST_TILES // TILE_UNITS
 
 
 def why_not_triton(problem: RaggedProblem) -> str | None:
@@ -37,8 +43,8 @@ def why_not_triton(problem: RaggedProblem) -> str | None:
     if problem.capacity > LONGEST or problem.tokens * problem.group > LONGEST:
         return f"needs at most {LONGEST} keys a sequence, and rows of all sequences"
     softmaxes = query_tiles(problem, SMALLEST_TILE) * problem.heads_kv
-    if softmaxes * (problem.capacity // SMALLEST_TILE + 1 + SOFTMAX_COST) > MOST_TILES:
-        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    if softmaxes * (problem.capacity // SMALLEST_TILE + 1 + SOFTMAX_COST) > MOST:
+        return f"needs at most {MOST} tiles over all sequences and heads"
     return None
 
 
@@ -138,8 +144,8 @@ def ragged_sm90_unsupported(problem: RaggedProblem) -> str | None:
     if problem.capacity > LONGEST or problem.tokens * problem.group > LONGEST:
         return f"needs at most {LONGEST} keys a sequence, and rows of all sequences"
     softmaxes = query_tiles(problem, CONSUMERS * GROUP_ROWS) * problem.heads_kv
-    if softmaxes * (problem.capacity // GROUP_ROWS + 1 + SOFTMAX_COST) > MOST_TILES:
-        return f"needs at most {MOST_TILES} tiles over all sequences and heads"
+    if softmaxes * (problem.capacity // GROUP_ROWS + 1 + SOFTMAX_COST) > MOST:
+        return f"needs at most {MOST} tiles over all sequences and heads"
     return None
 
 
@@ -172,6 +178,9 @@ class RaggedSm90Config(AttnFwdSm90Config):
     TOP_LEFT: bool = False
     WHOLE: bool = False
     """Softmaxes are not split."""
+    HEADS: int = 0
+    """Query heads that share a KV head, if TMA copies tiles of their queries; 0 if consumers load
+    them."""
 
     @property
     def cache(self) -> CacheCopies:
@@ -183,6 +192,10 @@ class RaggedSm90Config(AttnFwdSm90Config):
         """Shared memory of all tiles; outputs need none."""
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
         return 2 * (self.tile_m * self.TILE_D + keys)
+
+    def q_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of the queries of a consumer: of [token, KV head, head of it, dim]."""
+        return (GROUP_ROWS // self.HEADS, 1, self.HEADS, self.TILE_D)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -201,12 +214,26 @@ def ragged_sm90_config(problem: RaggedProblem, top_left: bool) -> RaggedSm90Conf
         problem.head_dim_v,
         top_left,
         problem.batch_invariant,
+        problem.group if copies_queries(problem) else 0,
     )
+
+
+def copies_queries(problem: RaggedProblem) -> bool:
+    """Whether a consumer's 64 rows are one tile of q for TMA, and scores take them as they are.
+
+    Rows are the heads of one query after the other, so a tile has whole queries.
+    """
+    return problem.tma_q and problem.positive and GROUP_ROWS % max(problem.group, 1) == 0
 
 
 @lru_cache(maxsize=256)
 def _sm90_config(
-    page_size: int | None, head_dim: int, head_dim_v: int, top_left: bool, whole: bool
+    page_size: int | None,
+    head_dim: int,
+    head_dim_v: int,
+    top_left: bool,
+    whole: bool,
+    heads: int,
 ) -> RaggedSm90Config:
     tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (head_dim, head_dim_v))
     tile_n = 128
@@ -232,4 +259,5 @@ def _sm90_config(
         HEAD_DIM_V=head_dim_v,
         TOP_LEFT=top_left,
         WHOLE=whole,
+        HEADS=heads,
     )

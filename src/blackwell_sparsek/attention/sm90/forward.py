@@ -265,9 +265,8 @@ def attend_first_tile(
 
 
 @gluon.jit
-def attend_last_values(queries, stages, kv_tile, place, acc, p, CFG: gl.constexpr):
+def attend_last_values(stages, place, acc, p, CFG: gl.constexpr):
     """Add the product of the last tile, whose weights are `p`; return the accumulators."""
-    drop_unseen(queries, stages, kv_tile, place, CFG)
     stage, phase = place
     await_stage(stages, stage, phase, FULL_V, CFG)
     v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
@@ -293,9 +292,7 @@ def attend_tile(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
-    last_place = ring_place(step, CFG.STAGES)
-    last_stage, last_phase = last_place
-    drop_unseen(queries, stages, kv_tile - 1, last_place, CFG)
+    last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
@@ -564,7 +561,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             place = ring_place(step, CFG.STAGES)
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
-            acc = attend_last_values(queries, stages, kv_tiles - 1, place, acc, p, CFG)
+            acc = attend_last_values(stages, place, acc, p, CFG)
             step += 1
         else:
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
