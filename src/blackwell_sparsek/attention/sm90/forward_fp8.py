@@ -40,10 +40,10 @@ from ...device.gluon.pipeline import (
     tiles,
     work_channel,
 )
-from ...device.gluon.row_parts import add_parts, row_maxima, row_parts
+from ...device.gluon.row_parts import add_parts, pin_above, row_maxima, row_parts
 from ...device.gluon.warps import shared_address
 from ...device.masks import exists, position, row_bounds
-from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask
+from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
 from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
@@ -74,6 +74,8 @@ from .forward_stages import (
     await_stage,
     free_stage,
     kv_slices,
+    ping_pong_pass,
+    ping_pong_wait,
     query_slices,
     scale_slices,
     start_scores,
@@ -155,17 +157,32 @@ def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
-    """acc * factor + the product of weights with a stage of values, slice by slice.
+def add_product(acc, factor, product):
+    """acc * factor + a product that was started, once it has ended."""
+    return acc * factor + warpgroup_mma_wait(0, deps=(product,))
 
-    One slice at a time, because products have registers of their own.
+
+@gluon.jit
+def add_all_but_last(operand, stages, stage, acc, factor, product, CFG: gl.constexpr):
+    """Add the products of all slices but the last, whose product is started and returned.
+
+    `product` is that of the first slice. One slice at a time, because products have registers of
+    their own.
     """
     total = ()
+    for i in gl.static_range(len(acc) - 1):
+        total = total + (add_product(acc[i], factor, product),)  # noqa: RUF005
+        product = start_product(operand, stages, stage, i + 1, CFG)
+    return total, product
+
+
+@gluon.jit
+def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
+    """acc * factor + the product of weights with a stage of values, slice by slice."""
     operand = weight_operand(p, CFG)
-    for i in gl.static_range(len(acc)):
-        done = warpgroup_mma_wait(0, deps=(start_product(operand, stages, stage, i, CFG),))
-        total = total + (acc[i] * factor + done,)  # noqa: RUF005
-    return total
+    product = start_product(operand, stages, stage, 0, CFG)
+    total, product = add_all_but_last(operand, stages, stage, acc, factor, product, CFG)
+    return total + (add_product(acc[len(acc) - 1], factor, product),)  # noqa: RUF005
 
 
 @gluon.jit
@@ -213,14 +230,20 @@ def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
 
 @gluon.jit
 def attend_tile(
-    queries, stages, kv_tile, step, scale, m_log2, row_sum, acc, p, factor, CFG: gl.constexpr
-):
+    queries, stages, kv_tile, step, scale, state, acc, p, factor, GROUP: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
     """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
 
     `scale` is that of the queries times that of the keys. `factor` [64, 1] rescales `acc` to the
     maxima that `p` has.
+
+    The product of the first slice runs while maxima are found, that of the last one while weights
+    are: a consumer that waited for its products first would leave the tensor cores to the other
+    one alone, which has half as much work for them as it takes to find the weights of a tile.
     """
     visit, score = queries.visit, queries.score
+    m_log2, row_sum = state
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     tile_n: gl.constexpr = CFG.TILE_N
@@ -229,19 +252,33 @@ def attend_tile(
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
+    ping_pong_wait(GROUP, CFG)
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
     scores = start_scores(queries.q, k, no_scores)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
-    acc = add_products(p, stages, last_stage, acc, factor, CFG)
-    free_stage(stages, last_stage, EMPTY_V, CFG)
-    s = warpgroup_mma_wait(0, deps=(scores,))
+    operand = weight_operand(p, CFG)
+    product = start_product(operand, stages, last_stage, 0, CFG)
+    ping_pong_pass(GROUP, CFG)
+    s = warpgroup_mma_wait(1, deps=(scores,))
     free_stage(stages, stage, EMPTY_K, CFG)
     s = cap_scaled(s, score, scale)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     exponents = exponent_factor(score, scale)
-    m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
-    return step, m_log2, row_sum, acc, p, gl.convert_layout(rescale, o_rows)[:, None]
+    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), exponents, 0, HEADROOM)
+    # ptxas would sink all of it below the wait, where it overlaps with nothing
+    pin_above(m_new, stages.barriers, CFG.spare_at)
+    total, product = add_all_but_last(operand, stages, last_stage, acc, factor, product, CFG)
+    weights = weights_of(s, exponents, shift)
+    row_sum = add_parts(row_sum, rescale, weights)
+    pin_above(row_sum, stages.barriers, CFG.spare_at)
+    acc = total + (add_product(acc[len(acc) - 1], factor, product),)  # noqa: RUF005
+    free_stage(stages, last_stage, EMPTY_V, CFG)
+    # before the wait they would change registers that are operands, for which ptxas makes every
+    # WGMMA wait for the one before
+    p = packed_weights(weights, CFG)
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
+    return step, SoftmaxState(m_new, row_sum), acc, p, factor
 
 
 @gluon.jit
@@ -309,11 +346,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             exponents = exponent_factor(score, of_tile)
             m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
             factor = gl.convert_layout(rescale, o_rows)[:, None]
+            state = SoftmaxState(m_log2, row_sum)
             for kv_tile in range(1, kv_tiles):
                 of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, kv_tile, CFG)
-                step, m_log2, row_sum, acc, p, factor = attend_tile(
-                    queries, stages, kv_tile, step, of_tile, m_log2, row_sum, acc, p, factor, CFG
+                step, state, acc, p, factor = attend_tile(
+                    queries, stages, kv_tile, step, of_tile, state, acc, p, factor, GROUP, CFG
                 )
+            m_log2, row_sum = state
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
             stage, phase = ring_place(step, CFG.STAGES)
