@@ -106,6 +106,11 @@ class AttnFwdSm90Config:
         return self.TILE_DV // self.SLICE_DV
 
     @property
+    def products_ahead(self) -> int:
+        """In fp8: products with slices of values that run at a time, with registers for each."""
+        return self.dv_slices if self.TILE_DV <= 128 else 1
+
+    @property
     def programs_per_sm(self) -> int:
         """One consumer leaves half of an SM to another program."""
         return 2 if self.CONSUMERS == 1 else 1

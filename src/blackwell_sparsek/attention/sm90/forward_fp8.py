@@ -157,32 +157,46 @@ def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def add_product(acc, factor, product):
-    """acc * factor + a product that was started, once it has ended."""
-    return acc * factor + warpgroup_mma_wait(0, deps=(product,))
+def start_products(operand, stages, stage, CFG: gl.constexpr):
+    """Start the products of weights with the first slices of a stage: as many as run at a time."""
+    ahead: gl.constexpr = CFG.products_ahead
+    products = ()
+    for i in gl.static_range(ahead):
+        products = products + (start_product(operand, stages, stage, i, CFG),)  # noqa: RUF005
+    return products
 
 
 @gluon.jit
-def add_all_but_last(operand, stages, stage, acc, factor, product, CFG: gl.constexpr):
-    """Add the products of all slices but the last, whose product is started and returned.
-
-    `product` is that of the first slice. One slice at a time, because products have registers of
-    their own.
-    """
+def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.constexpr):
+    """acc * factor + products for all slices but the last; also return the product of that one."""
+    slices: gl.constexpr = CFG.dv_slices
+    ahead: gl.constexpr = CFG.products_ahead
     total = ()
-    for i in gl.static_range(len(acc) - 1):
-        total = total + (add_product(acc[i], factor, product),)  # noqa: RUF005
-        product = start_product(operand, stages, stage, i + 1, CFG)
-    return total, product
+    for i in gl.static_range(slices - 1):
+        # with the products of later slices still running
+        running: gl.constexpr = slices - 1 - i if ahead > 1 else 0
+        done = warpgroup_mma_wait(running, deps=(products[i],))
+        total = total + (acc[i] * factor + done,)  # noqa: RUF005
+        if i + ahead < slices:
+            later = start_product(operand, stages, stage, i + ahead, CFG)
+            products = products + (later,)  # noqa: RUF005
+    return total, products[slices - 1]
+
+
+@gluon.jit
+def add_last_product(total, acc, factor, product):
+    """`add_first_products` with the last slice."""
+    done = warpgroup_mma_wait(0, deps=(product,))
+    return total + (acc[len(acc) - 1] * factor + done,)  # noqa: RUF005
 
 
 @gluon.jit
 def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
-    """acc * factor + the product of weights with a stage of values, slice by slice."""
+    """acc * factor + the product of weights with a stage of values."""
     operand = weight_operand(p, CFG)
-    product = start_product(operand, stages, stage, 0, CFG)
-    total, product = add_all_but_last(operand, stages, stage, acc, factor, product, CFG)
-    return total + (add_product(acc[len(acc) - 1], factor, product),)  # noqa: RUF005
+    products = start_products(operand, stages, stage, CFG)
+    total, last = add_first_products(operand, stages, stage, acc, factor, products, CFG)
+    return add_last_product(total, acc, factor, last)
 
 
 @gluon.jit
@@ -238,9 +252,9 @@ def attend_tile(
     `scale` is that of the queries times that of the keys. `factor` [64, 1] rescales `acc` to the
     maxima that `p` has.
 
-    The product of the first slice runs while maxima are found, that of the last one while weights
-    are: a consumer that waited for its products first would leave the tensor cores to the other
-    one alone, which has half as much work for them as it takes to find the weights of a tile.
+    Products run while maxima are found, that of the last slice while weights are: a consumer that
+    waited for its products first would leave the tensor cores to the other one alone, which has
+    half as much work for them as it takes to find the weights of a tile.
     """
     visit, score = queries.visit, queries.score
     m_log2, row_sum = state
@@ -257,9 +271,9 @@ def attend_tile(
     scores = start_scores(queries.q, k, no_scores)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
     operand = weight_operand(p, CFG)
-    product = start_product(operand, stages, last_stage, 0, CFG)
+    products = start_products(operand, stages, last_stage, CFG)
     ping_pong_pass(GROUP, CFG)
-    s = warpgroup_mma_wait(1, deps=(scores,))
+    s = warpgroup_mma_wait(CFG.products_ahead, deps=(scores,))
     free_stage(stages, stage, EMPTY_K, CFG)
     s = cap_scaled(s, score, scale)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
@@ -268,11 +282,11 @@ def attend_tile(
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), exponents, 0, HEADROOM)
     # ptxas would sink all of it below the wait, where it overlaps with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
-    total, product = add_all_but_last(operand, stages, last_stage, acc, factor, product, CFG)
+    total, last = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
     weights = weights_of(s, exponents, shift)
     row_sum = add_parts(row_sum, rescale, weights)
     pin_above(row_sum, stages.barriers, CFG.spare_at)
-    acc = total + (add_product(acc[len(acc) - 1], factor, product),)  # noqa: RUF005
+    acc = add_last_product(total, acc, factor, last)
     free_stage(stages, last_stage, EMPTY_V, CFG)
     # before the wait they would change registers that are operands, for which ptxas makes every
     # WGMMA wait for the one before

@@ -19,6 +19,7 @@ from ...fp8.triton import (
     MIN_SM_CONVERTS_FP8,
     _amax_kernel,
     _quantize_kernel,
+    launch_means,
     launch_quantize,
     launch_sums,
 )
@@ -79,6 +80,8 @@ def quantize_cases() -> Iterator[CompileCase]:
     yield quantize_case("128x128-converted", _call("128x128", 4096), converts=True)
     sums = meta(16, 2, 128, dtype=torch.float32)
     yield launched_case("fp8_sums/d128", launch_sums, keys, sums)
+    mean = meta(2, 8, 128, dtype=torch.float32)
+    yield launched_case("fp8_means/d128", launch_means, keys, mean, sums)
 
 
 def attention_call(
