@@ -88,7 +88,9 @@ def quantize(
     results = repeat(_RECORDED, options, (x,))
     if results is None:
         _check(x, scale, dtype, block, smooth, hadamard, transposed)
-        results = record(_RECORDED, options, (x,), fp8_quantize, x, *options, operands=1)
+        results = record(
+            *(_RECORDED, options, (x,), fp8_quantize, x, *options), operands=1, closed=True
+        )
     data, descale, mean = results
     return Quantized(data, descale, scale, block, mean if smooth else None, hadamard)
 

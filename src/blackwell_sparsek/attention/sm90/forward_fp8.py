@@ -313,6 +313,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
     step = 0
     slot = 0
+    if GROUP == 0:
+        # the first consumer issues first
+        ping_pong_pass(CFG.CONSUMERS - 1, CFG)
     tile = take_work_tile(shared.work, slot, 4)
     while tile.batch_head >= 0:
         plan = tile.plan
