@@ -107,8 +107,12 @@ class AttnFwdSm90Config:
 
     @property
     def products_ahead(self) -> int:
-        """In fp8: products with slices of values that run at a time, with registers for each."""
-        return self.dv_slices if self.TILE_DV <= 128 else 1
+        """In fp8: products with slices of values that run at a time, with registers for each.
+
+        Wide outputs leave none for a second one, and neither do the bits of a mask for 128 keys.
+        """
+        room = self.TILE_DV <= 128 and not (self.SCHEDULER_WARP and self.TILE_N == 128)
+        return self.dv_slices if room else 1
 
     @property
     def programs_per_sm(self) -> int:

@@ -173,9 +173,8 @@ def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.co
     ahead: gl.constexpr = CFG.products_ahead
     total = ()
     for i in gl.static_range(slices - 1):
-        # with the products of later slices still running
-        running: gl.constexpr = slices - 1 - i if ahead > 1 else 0
-        done = warpgroup_mma_wait(running, deps=(products[i],))
+        # either all products were started, and those of later slices go on, or this one alone was
+        done = warpgroup_mma_wait(slices - 1 - i if ahead > 1 else 0, deps=(products[i],))
         total = total + (acc[i] * factor + done,)  # noqa: RUF005
         if i + ahead < slices:
             later = start_product(operand, stages, stage, i + ahead, CFG)
