@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.attention import api
 from blackwell_sparsek.attention.fp8_op import fp8_dispatch
 from blackwell_sparsek.attention.sm90.tuning import attn_fwd_fp8_sm90_unsupported
 from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec
@@ -77,11 +78,32 @@ def test_what_it_refuses(changes, text):
     assert text in attn_fwd_fp8_sm90_unsupported(problem(**changes))
 
 
-def test_auto_passes_it_over_until_it_has_run():
+def test_auto_takes_it():
+    assert fp8_dispatch.choose("auto", problem()).name == "sm90"
+    assert fp8_dispatch.choose("auto", problem(turned_values=False)).name == "triton"
     given = torch.zeros(1, 1, 64, 64).to(E4M3)
-    assert next(iter(fp8_dispatch.candidates)) == "sm90"
     with pytest.raises(bsk.Unsupported, match="sm_90"):
         bsk.attention(given, given, given, impl="sm90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 200}], ids=str)
+def test_replayed_calls_attend_to_what_they_are_given(options, monkeypatch):
+    monkeypatch.setattr(api, "_FP8", {})
+    results = []
+    for _ in range(4):
+        q, k, v = (torch.randn(1, h, 700, 128, device="cuda") for h in (4, 2, 2))
+        made = [bsk.fp8.quantize(x, "block", impl="eager") for x in (q, k)]
+        made.append(bsk.fp8.quantize(v, "channel", transposed=True, impl="eager"))
+        names = ("q_descale", "k_descale", "v_descale")
+        scales = {name: x.descale for name, x in zip(names, made, strict=True)}
+        call = {**scales, **options, "return_lse": True}
+        results.append((made, call, bsk.attention(*(x.data for x in made), **call, impl="sm90")))
+    assert [x is not None for x in api._FP8.values()] == [True]
+    api._FP8.clear()
+    for made, call, (out, lse) in results:
+        again, lse_again = bsk.attention(*(x.data for x in made), **call, impl="sm90")
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
 def rounded_weights(q, k, v, scale, visible, softcap=None, sinks=None):

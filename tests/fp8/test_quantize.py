@@ -1,13 +1,17 @@
 """Both implementations of rounding to fp8 against fp64 and a table of all values."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.calls.fp8 import SCALES
+from blackwell_sparsek.calls.fp8 import SCALES, QuantizeCall
+from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.fp8 import LARGEST, SMALLEST_SCALE
+from blackwell_sparsek.fp8 import api
 from blackwell_sparsek.fp8.op import quantize_dispatch
 from blackwell_sparsek.reference.fp8 import hadamard, nearest, scale_places
 from blackwell_sparsek.testing import guard, layouts, poison
@@ -198,7 +202,7 @@ def test_lengths_and_heads_compile_nothing_new(run_recorder):
 import blackwell_sparsek.fp8.triton as kernels
 from blackwell_sparsek.calls.fp8 import QuantizeCall
 
-for name in ("_sums_kernel", "_amax_kernel", "_quantize_kernel"):
+for name in ("_sums_kernel", "_means_kernel", "_amax_kernel", "_quantize_kernel"):
     setattr(kernels, name, Recorder(getattr(kernels, name)))
 
 def calls(scale):
@@ -210,8 +214,8 @@ def calls(scale):
 
 print(json.dumps([variants(calls(scale)) for scale in ("tensor", "block", "1x128")]))
 """
-    # sums, maxima where tiles do not hold whole groups, and the rounding
-    assert run_recorder(script) == [3, 2, 2]
+    # sums, means, maxima where tiles do not hold whole groups, and the rounding
+    assert run_recorder(script) == [4, 3, 3]
 
 
 def test_compiles_without_a_break():
@@ -237,6 +241,30 @@ def test_explain_names_the_implementations():
     chosen = bsk.explain(bsk.fp8.quantize, torch.randn(2, 8))
     assert chosen.chosen == "eager" and "triton" in chosen.reasons
     assert list(quantize_dispatch.candidates) == ["triton", "eager"]
+
+
+def test_auto_takes_the_kernels_on_a_gpu():
+    call = QuantizeCall(torch.zeros(2, 8), "tensor", E4M3, 128, False, False, False)
+    problem = replace(call.problem, arch=Arch("cuda", 90, 132, 232448, False))
+    assert quantize_dispatch.choose("auto", problem).name == "triton"
+
+
+@pytest.mark.gpu
+@EVERY_SCALE
+@pytest.mark.parametrize(
+    "options", [{}, {"smooth": True}, {"smooth": True, "transposed": True}], ids=str
+)
+def test_replayed_calls_round_what_they_are_given(scale, options, monkeypatch):
+    monkeypatch.setattr(api, "_RECORDED", {})
+    for _ in range(4):
+        x = torch.randn(2, 3, 600, 64, device="cuda", dtype=torch.bfloat16)
+        made = bsk.fp8.quantize(x, scale, impl="triton", **options)
+        expected = bsk.fp8.quantize(x.float(), scale, impl="triton", **options)
+        assert made.data.stride() == expected.data.stride()
+        assert torch.equal(made.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(made.descale, expected.descale)
+        assert made.mean is None or torch.equal(made.mean, expected.mean)
+    assert [x is not None for x in api._RECORDED.values()] == [True]
 
 
 @pytest.mark.parametrize(

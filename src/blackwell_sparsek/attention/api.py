@@ -8,7 +8,7 @@ from ..calls.attention import AttentionCall
 from ..core.checks import check_choice, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
-from ..launch.replay import record, repeat
+from ..launch.replay import Cache, record, repeat
 from ..masks.band import band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens, check_same_batch
@@ -30,6 +30,9 @@ from .inputs import (
 )
 from .replay import describe
 from .resize import recorder, repeated
+
+# Recorded launches of calls in fp8 without a mask.
+_FP8: Cache = {}
 
 
 @overload
@@ -236,8 +239,11 @@ def attention(
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, bias=bias, out=out)
         check_choice(op, "impl", impl, IMPLS)
         scales = (q_descale, k_descale, v_descale)
-        made = attend_fp8(
-            fp8_call(
+        fp8_options = (causal, window, scale, softcap, out_dtype, impl)
+        fp8_inputs = (q, k, v, *scales, sinks)
+        made = repeat(_FP8, fp8_options, fp8_inputs) if block_mask is None else None
+        if made is None:
+            fp8 = fp8_call(
                 op,
                 *(q, k, v, DENSE, scales, out_dtype),
                 band=band_of(op, causal, window),
@@ -245,9 +251,15 @@ def attention(
                 scale=scale,
                 softcap=softcap,
                 sinks=sinks,
-            ),
-            impl,
-        )
+            )
+            if block_mask is not None:
+                made = attend_fp8(fp8, impl)
+            else:
+                made = record(
+                    *(_FP8, fp8_options, fp8_inputs, attend_fp8, fp8, impl),
+                    operands=0,
+                    closed=True,
+                )
         return (made[0], made[1]) if return_lse else made[0]
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)

@@ -6,7 +6,7 @@ import torch
 
 from ..calls.fp8 import Fp8AttentionCall
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from .op import OPTIONS_SCHEMA, ForwardArguments, call_of, operator_options
 from .sm90 import tuning as sm90
@@ -19,13 +19,12 @@ fp8_dispatch.register(
     "sm90",
     sm90.why_not_fp8,
     "blackwell_sparsek.attention.sm90.launch_fp8:forward",
-    auto_passes=not_run_yet,
 )
 fp8_dispatch.register(
     "triton",
     triton.why_not_fp8,
     "blackwell_sparsek.attention.triton.forward_fp8:forward",
-    auto_passes=not_run_yet,
+    auto_passes=interpreted_only,
 )
 fp8_dispatch.register(
     "eager", lambda problem: None, "blackwell_sparsek.attention.eager.fp8:forward"

@@ -15,6 +15,7 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput, InvalidType
 from ..core.fp8 import E4M3, LARGEST
+from ..launch.replay import Cache, record, repeat
 from .op import fp8_quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -22,6 +23,7 @@ _BLOCKS = (16, 32, 64, 128, 256)
 _WIDEST_ROTATION = 256
 # Scales of operands of products, which cut through the channels that a rotation mixes.
 _FOR_PRODUCTS = ("1x128", "128x128")
+_RECORDED: Cache = {}
 
 
 def quantize(
@@ -82,6 +84,20 @@ def quantize(
     tensor([[  1.,  -3.],
             [  0., 448.]])
     """
+    options = (scale, dtype, block, smooth, hadamard, transposed, impl)
+    results = repeat(_RECORDED, options, (x,))
+    if results is None:
+        _check(x, scale, dtype, block, smooth, hadamard, transposed)
+        results = record(
+            *(_RECORDED, options, (x,), fp8_quantize, x, *options), operands=1, closed=True
+        )
+    data, descale, mean = results
+    return Quantized(data, descale, scale, block, mean if smooth else None, hadamard)
+
+
+def _check(
+    x: Any, scale: Any, dtype: Any, block: Any, smooth: Any, hadamard: Any, transposed: Any
+) -> None:
     op = "fp8.quantize"
     _check_values(op, x)
     check_choice(op, "scale", scale, SCALES)
@@ -98,8 +114,6 @@ def quantize(
     if hadamard and scale in _FOR_PRODUCTS:
         expected = "scale tensor, head, block or channel"
         raise InvalidInput(message(op, "hadamard", "is for attention", expected, repr(scale)))
-    data, descale, mean = fp8_quantize(x, scale, dtype, block, smooth, hadamard, transposed, impl)
-    return Quantized(data, descale, scale, block, mean if smooth else None, hadamard)
 
 
 def _check_values(op: str, x: Any) -> None:

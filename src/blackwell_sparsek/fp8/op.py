@@ -6,7 +6,7 @@ import torch
 
 from ..calls.fp8 import QuantizeCall, QuantizeProblem
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, not_run_yet
+from ..dispatch.dispatcher import Dispatcher, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 
@@ -27,7 +27,7 @@ quantize_dispatch.register(
     "triton",
     _why_not_triton,
     "blackwell_sparsek.fp8.triton:quantize",
-    auto_passes=not_run_yet,
+    auto_passes=interpreted_only,
 )
 quantize_dispatch.register("eager", lambda problem: None, "blackwell_sparsek.fp8.eager:quantize")
 

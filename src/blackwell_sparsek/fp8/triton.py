@@ -22,11 +22,13 @@ from ..core.fp8 import E5M2, SMALLEST_SCALE
 from ..device.fp8 import E4M3_MAX, E5M2_MAX, e4m3_bits, e5m2_bits
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
+from ..launch.workspace import scratch
 
 # From here on GPUs have an instruction that converts to e4m3.
 MIN_SM_CONVERTS_FP8 = 89
-# Tokens of a part of a mean, tokens of a tile, and the widest tile.
+# Tokens of a part of a mean, parts that are added at a time, tokens of a tile, and the widest tile.
 CHUNK = 512
+CHUNKS_AT_A_TIME = 16
 TILE_TOKENS = 64
 WIDEST_TILE = 256
 # Of a tile. With 128 x 256 in eight warps the rotation spills 20 KB.
@@ -158,6 +160,24 @@ def _sums_kernel(
     tl.store(sums_ptr + part * channels + columns, total, mask=columns < channels)
 
 
+@triton.jit(do_not_specialize=["tokens", "channels", "chunks"])
+def _means_kernel(
+    mean_ptr, sums_ptr, tokens, channels, chunks, TILE_S: tl.constexpr, TILE_D: tl.constexpr
+):
+    """Means fp32 [B * H, D] from what `_sums_kernel` leaves."""
+    tiles = tl.cdiv(channels, TILE_D)
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    columns = tl.program_id(0) % tiles * TILE_D + tl.arange(0, TILE_D)
+    total = tl.zeros([TILE_D], tl.float32)
+    for first in tl.range(0, chunks, TILE_S):
+        parts = first + tl.arange(0, TILE_S)
+        at = sums_ptr + (n * chunks + parts)[:, None] * channels + columns[None, :]
+        live = (parts < chunks)[:, None] & (columns < channels)[None, :]
+        total += tl.sum(tl.load(at, mask=live, other=0.0), 0)
+    mean = tl.math.div_rn(total, tl.full([TILE_D], 1.0, tl.float32) * tokens)
+    tl.store(mean_ptr + n * channels + columns, mean, mask=columns < channels)
+
+
 @triton.jit(do_not_specialize=["heads", "tokens"])
 def _amax_kernel(
     amax_ptr, x_ptr, mean_ptr, strides, heads, tokens, channels,
@@ -244,7 +264,11 @@ def quantize(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         return data, descale.fill_(1.0), mean.zero_()
     with on_device_of(call.x):
         if call.smooth:
-            torch.div(_sums(call).sum(1), call.x.shape[-2], out=mean.view(-1, mean.shape[-1]))
+            *outer, tokens, channels = call.x.shape
+            shape = (torch.Size(outer).numel(), cdiv(tokens, CHUNK), channels)
+            sums = scratch(shape, torch.float32, call.x.device)
+            launch_sums(call, sums)
+            launch_means(call, mean, sums)
         converts = call.problem.arch.sm >= MIN_SM_CONVERTS_FP8
         launch_quantize(call, data, descale, mean if call.smooth else None, converts_fp8=converts)
     return data, descale, mean
@@ -261,12 +285,12 @@ def launch_sums(call: QuantizeCall, sums: torch.Tensor) -> None:
     launch(_sums_kernel, programs, args, num_warps=4)
 
 
-def _sums(call: QuantizeCall) -> torch.Tensor:
-    *outer, tokens, channels = call.x.shape
-    shape = (torch.Size(outer).numel(), cdiv(tokens, CHUNK), channels)
-    sums = call.x.new_empty(shape, dtype=torch.float32)
-    launch_sums(call, sums)
-    return sums
+def launch_means(call: QuantizeCall, mean: torch.Tensor, sums: torch.Tensor) -> None:
+    """Fill `mean`, fp32 [..., D] contiguous, from the `sums` of `launch_sums`."""
+    batch_heads, chunks, channels = sums.shape
+    tile_d = min(triton.next_power_of_2(channels), WIDEST_GROUP)
+    args = (mean, sums, call.x.shape[-2], channels, chunks, CHUNKS_AT_A_TIME, tile_d)
+    launch(_means_kernel, batch_heads * cdiv(channels, tile_d), args, num_warps=4)
 
 
 def launch_quantize(
@@ -298,7 +322,7 @@ def launch_quantize(
     groups = (-1, 0) if call.scale == "tensor" else group
     amax = None
     if not tile.local:
-        amax = torch.zeros(descale.shape, dtype=torch.int32, device=x.device)
+        amax = scratch(descale.shape, torch.int32, x.device, zero=True)
         tiles = (tile.tokens, tile.channels)
         args = (amax, x, mean, _strides(x), *sizes, *groups, steps, *tiles)
         launch(_amax_kernel, programs, args, num_warps=warps)

@@ -70,7 +70,7 @@ class AttnFwdSm90Config:
     """In fp8: keys have a scale for every 128 of them, not one for a head."""
 
     def __post_init__(self) -> None:
-        plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL or self.PING_PONG)
+        plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
         plain = plain and not (self.SKIP_ABSENT or self.Q_REGISTERS) and self.CONSUMERS < 3
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
@@ -104,6 +104,15 @@ class AttnFwdSm90Config:
     def dv_slices(self) -> int:
         """Slices of values and outputs."""
         return self.TILE_DV // self.SLICE_DV
+
+    @property
+    def products_ahead(self) -> int:
+        """In fp8: products with slices of values that run at a time, with registers for each.
+
+        Wide outputs leave none for a second one, and neither do the bits of a mask for 128 keys.
+        """
+        room = self.TILE_DV <= 128 and not (self.SCHEDULER_WARP and self.TILE_N == 128)
+        return self.dv_slices if room else 1
 
     @property
     def programs_per_sm(self) -> int:
@@ -273,14 +282,16 @@ def make_fp8_config(
 ) -> AttnFwdSm90Config:
     """The configuration of the forward in fp8; `block_kv` is the mask's, None without one.
 
-    The product of a tile with the values has registers of its own (see `forward_fp8`), 32 in slices
-    of 64 columns.
+    The product of a tile with the values has registers of its own (see `forward_fp8`), 32 in each
+    slice of 64 columns; up to 128 columns have them all at a time.
     """
     slice_dv = 64
     # a KV tile stays within 128 keys that share a scale, and within a block of the mask
     tile_n = 64 if tile_dv > 128 or (block_kv or 128) % 128 else 128
     room = SMEM_BYTES if consumers == 2 else SMEM_BYTES // 2 - 2048
-    room -= consumers * GROUP_ROWS * (tile_d + 2 * slice_dv)
+    # a second buffer of queries costs no stage of keys
+    q_stages = 2
+    room -= consumers * GROUP_ROWS * (q_stages * tile_d + 2 * slice_dv)
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
         TILE_N=tile_n,
@@ -293,6 +304,7 @@ def make_fp8_config(
         CONSUMER_REGISTERS=232 if block_kv is not None or consumers == 1 else 240,
         PRODUCER_REGISTERS=40 if block_kv is not None or consumers == 1 else 24,
         MAX_REGISTERS=168 if consumers == 2 else 128,
+        Q_STAGES=q_stages,
         SCHEDULER_WARP=block_kv is not None,
         FP8=True,
         K_BLOCKS=k_blocks,

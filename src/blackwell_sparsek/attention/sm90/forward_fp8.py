@@ -40,10 +40,10 @@ from ...device.gluon.pipeline import (
     tiles,
     work_channel,
 )
-from ...device.gluon.row_parts import add_parts, row_maxima, row_parts
+from ...device.gluon.row_parts import add_parts, pin_above, row_maxima, row_parts
 from ...device.gluon.warps import shared_address
 from ...device.masks import exists, position, row_bounds
-from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask
+from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
 from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
@@ -74,6 +74,8 @@ from .forward_stages import (
     await_stage,
     free_stage,
     kv_slices,
+    ping_pong_pass,
+    ping_pong_wait,
     query_slices,
     scale_slices,
     start_scores,
@@ -155,17 +157,45 @@ def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
-    """acc * factor + the product of weights with a stage of values, slice by slice.
+def start_products(operand, stages, stage, CFG: gl.constexpr):
+    """Start the products of weights with the first slices of a stage: as many as run at a time."""
+    ahead: gl.constexpr = CFG.products_ahead
+    products = ()
+    for i in gl.static_range(ahead):
+        products = products + (start_product(operand, stages, stage, i, CFG),)  # noqa: RUF005
+    return products
 
-    One slice at a time, because products have registers of their own.
-    """
+
+@gluon.jit
+def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.constexpr):
+    """acc * factor + products for all slices but the last; also return the product of that one."""
+    slices: gl.constexpr = CFG.dv_slices
+    ahead: gl.constexpr = CFG.products_ahead
     total = ()
-    operand = weight_operand(p, CFG)
-    for i in gl.static_range(len(acc)):
-        done = warpgroup_mma_wait(0, deps=(start_product(operand, stages, stage, i, CFG),))
+    for i in gl.static_range(slices - 1):
+        # either all products were started, and those of later slices go on, or this one alone was
+        done = warpgroup_mma_wait(slices - 1 - i if ahead > 1 else 0, deps=(products[i],))
         total = total + (acc[i] * factor + done,)  # noqa: RUF005
-    return total
+        if i + ahead < slices:
+            later = start_product(operand, stages, stage, i + ahead, CFG)
+            products = products + (later,)  # noqa: RUF005
+    return total, products[slices - 1]
+
+
+@gluon.jit
+def add_last_product(total, acc, factor, product):
+    """`add_first_products` with the last slice."""
+    done = warpgroup_mma_wait(0, deps=(product,))
+    return total + (acc[len(acc) - 1] * factor + done,)  # noqa: RUF005
+
+
+@gluon.jit
+def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
+    """acc * factor + the product of weights with a stage of values."""
+    operand = weight_operand(p, CFG)
+    products = start_products(operand, stages, stage, CFG)
+    total, last = add_first_products(operand, stages, stage, acc, factor, products, CFG)
+    return add_last_product(total, acc, factor, last)
 
 
 @gluon.jit
@@ -213,14 +243,20 @@ def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
 
 @gluon.jit
 def attend_tile(
-    queries, stages, kv_tile, step, scale, m_log2, row_sum, acc, p, factor, CFG: gl.constexpr
-):
+    queries, stages, kv_tile, step, scale, state, acc, p, factor, GROUP: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
     """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
 
     `scale` is that of the queries times that of the keys. `factor` [64, 1] rescales `acc` to the
     maxima that `p` has.
+
+    Products run while maxima are found, that of the last slice while weights are: a consumer that
+    waited for its products first would leave the tensor cores to the other one alone, which has
+    half as much work for them as it takes to find the weights of a tile.
     """
     visit, score = queries.visit, queries.score
+    m_log2, row_sum = state
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     tile_n: gl.constexpr = CFG.TILE_N
@@ -229,19 +265,33 @@ def attend_tile(
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
+    ping_pong_wait(GROUP, CFG)
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
     scores = start_scores(queries.q, k, no_scores)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
-    acc = add_products(p, stages, last_stage, acc, factor, CFG)
-    free_stage(stages, last_stage, EMPTY_V, CFG)
-    s = warpgroup_mma_wait(0, deps=(scores,))
+    operand = weight_operand(p, CFG)
+    products = start_products(operand, stages, last_stage, CFG)
+    ping_pong_pass(GROUP, CFG)
+    s = warpgroup_mma_wait(CFG.products_ahead, deps=(scores,))
     free_stage(stages, stage, EMPTY_K, CFG)
     s = cap_scaled(s, score, scale)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     exponents = exponent_factor(score, scale)
-    m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
-    return step, m_log2, row_sum, acc, p, gl.convert_layout(rescale, o_rows)[:, None]
+    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), exponents, 0, HEADROOM)
+    # ptxas would sink all of it below the wait, where it overlaps with nothing
+    pin_above(m_new, stages.barriers, CFG.spare_at)
+    total, last = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
+    weights = weights_of(s, exponents, shift)
+    row_sum = add_parts(row_sum, rescale, weights)
+    pin_above(row_sum, stages.barriers, CFG.spare_at)
+    acc = add_last_product(total, acc, factor, last)
+    free_stage(stages, last_stage, EMPTY_V, CFG)
+    # before the wait they would change registers that are operands, for which ptxas makes every
+    # WGMMA wait for the one before
+    p = packed_weights(weights, CFG)
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
+    return step, SoftmaxState(m_new, row_sum), acc, p, factor
 
 
 @gluon.jit
@@ -262,6 +312,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
     step = 0
     slot = 0
+    if GROUP == 0:
+        # the first consumer issues first
+        ping_pong_pass(CFG.CONSUMERS - 1, CFG)
     tile = take_work_tile(shared.work, slot, 4)
     while tile.batch_head >= 0:
         plan = tile.plan
@@ -309,11 +362,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             exponents = exponent_factor(score, of_tile)
             m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
             factor = gl.convert_layout(rescale, o_rows)[:, None]
+            state = SoftmaxState(m_log2, row_sum)
             for kv_tile in range(1, kv_tiles):
                 of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, kv_tile, CFG)
-                step, m_log2, row_sum, acc, p, factor = attend_tile(
-                    queries, stages, kv_tile, step, of_tile, m_log2, row_sum, acc, p, factor, CFG
+                step, state, acc, p, factor = attend_tile(
+                    queries, stages, kv_tile, step, of_tile, state, acc, p, factor, GROUP, CFG
                 )
+            m_log2, row_sum = state
             # every score of this work tile is taken: the next queries may come
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
             stage, phase = ring_place(step, CFG.STAGES)

@@ -49,6 +49,7 @@ KERNELS = (
     "bsr_write_out",
     "count_kept",
     "fp8_amax",
+    "fp8_means",
     "fp8_quantize",
     "fp8_sums",
     "gated_attn_dkdv",
