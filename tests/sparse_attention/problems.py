@@ -188,9 +188,10 @@ def check_gradients(problem, impl):
     ours = our_gradients(problem, impl)
     exact = gradients_by(problem, oracle(torch.float64), torch.float64)
     plain = gradients_by(problem, oracle(plain_of(call_of(*problem))))
+    dtype = problem[0][0].dtype
     for name in ours:
-        # the backward recomputes probabilities from a rounded lse, and delta from a rounded output
-        assert_within_budget(
-            ours[name], exact[name], plain[name], what=f"d{name}", factor=3.0, roundings=4.0
-        )
+        # The backward recomputes probabilities from a rounded lse, and delta from an output that
+        # was rounded to the dtype of q: fp32 gradients of sinks are no more precise than that.
+        made, usual = (x[name].to(dtype) for x in (ours, plain))
+        assert_within_budget(made, exact[name], usual, what=f"d{name}", factor=3.0, roundings=4.0)
     return ours
