@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.decode import values_are_keys
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.decode import api, eager, sm90_latent, triton
+from blackwell_sparsek.decode import api, eager, sm90_latent, triton, tuning
 from blackwell_sparsek.decode.tuning import (
     SLICE,
     LatentConfig,
@@ -71,8 +71,8 @@ def test_when_the_hopper_kernel_takes_a_latent_cache():
 @pytest.mark.parametrize(("page_size", "copies"), [(None, 1), (64, 1), (16, 4), (48, 4)])
 def test_tiles_of_a_latent_cache(page_size, copies):
     problem = dataclasses.replace(MLA.build("cpu").problem, arch=H200, page_size=page_size)
-    config, programs = latent_launch(problem)
-    assert programs == 132 and config.copies == copies
+    config = latent_launch(problem).config
+    assert config.copies == copies
     # copies of 64 columns fill a tile of keys, those behind the values last
     assert config.block() == (1, 1, config.TILE_N // copies, SLICE)
     assert config.k_column == 512 == 576 - SLICE
@@ -146,6 +146,21 @@ def test_pairs_take_an_even_number_of_head_tiles_and_many_keys(heads, q_len, pai
     assert config.PAIRED is paired and programs == 132
     odd_machine = dataclasses.replace(problem, arch=dataclasses.replace(H200, num_sms=131))
     assert latent_launch(odd_machine).programs == (130 if paired else 131)
+
+
+@pytest.mark.parametrize(
+    ("tile_us", "parts_us", "capacity", "splits"),
+    [(2.5, 0.24, 8192, 64), (2.5, 0.24, 32768, 64), (2.5, 0.24, 40, 1), (1.0, 1.0, 8192, 22)],
+)
+def test_parts_of_one_sequence(tile_us, parts_us, capacity, splits, monkeypatch):
+    """Fewer parts where they cost more than further tiles do; 128 heads are two softmaxes."""
+    monkeypatch.setattr(tuning, "TILE_US", tile_us)
+    monkeypatch.setattr(tuning, "PARTS_US", parts_us)
+    tuning._splits_of_one.cache_clear()
+    problem = dataclasses.replace(MLA, heads=(128, 1), lengths=(40,)).build("cpu").problem
+    problem = dataclasses.replace(problem, arch=H200, capacity=capacity)
+    assert latent_launch(problem).programs == 2 * splits
+    tuning._splits_of_one.cache_clear()
 
 
 @pytest.mark.parametrize("heads", [64, 128, 192])

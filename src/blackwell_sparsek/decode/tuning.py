@@ -309,6 +309,8 @@ SLICE = 64
 #   (16, 32k) 270 and 278, (64, 8k) 265 and 262, (64, 32k) 1022 and 971.
 # 512k slots go either way, and 2M gain 5 %.
 PAIRED_SLOTS = 2**20
+# One sequence, in microseconds: a tile of keys, and each MB of parts, written and read again.
+TILE_US, PARTS_US = 2.5, 0.24
 
 
 @dataclass(frozen=True)
@@ -508,6 +510,20 @@ class LatentLaunch(NamedTuple):
     programs: int
 
 
+@lru_cache(maxsize=1024)
+def _splits_of_one(most: int, tiles: int, rows: int) -> int:
+    """Parts of each softmax of one sequence, up to `most`; `rows` are those of all softmaxes.
+
+    Fewer parts have more tiles each, and are less to write and to combine.
+    """
+
+    def time(splits: int) -> float:
+        megabytes = splits * rows * (LATENT_VALUES + 2) * 4e-6
+        return cdiv(tiles, splits) * TILE_US + (megabytes * PARTS_US if splits > 1 else 0.0)
+
+    return min(range(1, most + 1), key=time)
+
+
 def latent_launch(problem: DecodeProblem) -> LatentLaunch:
     """Tiles and programs of a problem with a latent cache."""
     scattered = problem.page_size is not None or problem.block_size is not None
@@ -515,6 +531,9 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
     rows, programs = min(problem.rows, LatentConfig.ROWS), problem.arch.num_sms
     head_tiles = cdiv(problem.rows, LatentConfig.ROWS)
     softmaxes = problem.batch * problem.heads_kv * head_tiles
+    if problem.batch == 1 and softmaxes <= programs:
+        tiles = cdiv(problem.capacity, LatentConfig.TILE_N)
+        programs = softmaxes * _splits_of_one(programs // softmaxes, tiles, softmaxes * rows)
     # both head tiles of a pair read the same keys, so they belong to one KV head
     slots = problem.batch * problem.heads_kv * problem.capacity
     paired = head_tiles % 2 == 0 and slots >= PAIRED_SLOTS
