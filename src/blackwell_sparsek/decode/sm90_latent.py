@@ -255,12 +255,10 @@ def _attn_decode_latent_kernel(
     CFG: gl.constexpr,
 ):
     """Set up the ring and start the roles: two consumers and the producer of `sm90.py`."""
-    first_length = batch
-    if CFG.SINGLE or CFG.COMBINED:
-        # PDL: the next kernel may start as soon as there is room for it; it waits where it must
+    first_length = gl.load(seqlens_ptr)
+    if CFG.COMBINED:
+        # PDL: the combining kernel may start as soon as there is room for it, and waits for parts
         gdc_launch_dependents()
-    if not CFG.SINGLE:
-        first_length = gl.load(seqlens_ptr)
     stages: gl.constexpr = CFG.STAGES
     num: gl.constexpr = CFG.ROWS
     tile_n: gl.constexpr = CFG.TILE_N
@@ -347,7 +345,6 @@ def launch_attn_decode_latent(
         return
     head_tiles = cdiv(call.problem.rows, config.ROWS)
     assert head_tiles % config.pair == programs % config.pair == 0, f"{head_tiles=} {programs=}"
-    assert q.shape[0] == 1 or not config.SINGLE, f"{q.shape=} {config=}"
     with on_device_of(q):
         workspace = DecodeWorkspace(
             # two consumers, each with two parts: sums of half the columns, maximum and sum of rows
@@ -357,8 +354,7 @@ def launch_attn_decode_latent(
         )
         tiles_of_cache = descriptor(cache, call.page_size, config.block())
         args = kernel_arguments(out, lse, call, (tiles_of_cache,), workspace, config, programs)
-        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, "launch_pdl": config.SINGLE}
-        options |= hopper_options()
+        options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
         clusters = programs // config.pair
         launch(_attn_decode_latent_kernel, clusters, args, cluster=config.pair, **options)
         if config.COMBINED:

@@ -310,7 +310,7 @@ SLICE = 64
 # 512k slots go either way, and 2M gain 5 %.
 PAIRED_SLOTS = 2**20
 # One sequence, in microseconds: a tile of keys, and each MB of parts, written and read again.
-TILE_US, PARTS_US = 2.5, 0.24
+TILE_US, PARTS_US = 1.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,6 @@ class LatentConfig:
     """Columns of keys behind the values."""
     STAGES: int = 2
     CONSUMER_REGISTERS: int = 232
-    SINGLE: bool = False
     COMBINED: bool = False
     PAIRED: bool = False
 
@@ -541,7 +540,6 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
         problem.page_size,
         problem.block_size,
         registers,
-        SINGLE=problem.batch == 1,
         COMBINED=_combined(rows, programs // softmaxes),
         PAIRED=paired,
     )

@@ -206,23 +206,23 @@ def decode_sm90_cases() -> Iterator[CompileCase]:
 
 
 def _latent_call(
-    dtype: torch.dtype, page_size: int | None, block_kv: int | None, everything: bool, batch: int
+    dtype: torch.dtype, page_size: int | None, block_kv: int | None, everything: bool
 ) -> DecodeCall:
-    q = meta(batch, 128, 1, 576, dtype=dtype)
+    q = meta(3, 128, 1, 576, dtype=dtype)
     table = None
     if page_size is None:
-        cache = meta(batch, 1, TOKENS, 576, dtype=dtype)
+        cache = meta(3, 1, TOKENS, 576, dtype=dtype)
     else:
-        table = meta(batch, TOKENS // page_size, dtype=torch.int32)
+        table = meta(3, TOKENS // page_size, dtype=torch.int32)
         cache = meta(PAGES, page_size, 1, 576, dtype=dtype)
     return DecodeCall(
         q,
         cache,
         cache[..., :LATENT_VALUES],
-        cache_seqlens=meta(batch, dtype=torch.int32),
+        cache_seqlens=meta(3, dtype=torch.int32),
         scale=SCALE,
         page_table=table,
-        kv_blocks=None if block_kv is None else meta(batch, 1, 100, dtype=torch.int32),
+        kv_blocks=None if block_kv is None else meta(3, 1, 100, dtype=torch.int32),
         kv_block_size=block_kv or 0,
         band=Band(None, 0),
         softcap=SOFTCAP if everything else 0.0,
@@ -231,14 +231,13 @@ def _latent_call(
 
 
 def _launch_latent(config: LatentConfig, dtype: torch.dtype, everything: bool) -> None:
-    batch = 1 if config.SINGLE else 3
-    call = _latent_call(dtype, config.PAGE_SIZE, config.BLOCK_KV, everything, batch)
+    call = _latent_call(dtype, config.PAGE_SIZE, config.BLOCK_KV, everything)
     out, lse = empty_out(call.q, LATENT_VALUES), empty_lse(call.q)
     launch_attn_decode_latent(out, lse, call, config, PROGRAMS)
 
 
 def _launch_portable_latent(page_size: int | None) -> None:
-    call = _latent_call(BRAIN, page_size, None, False, 3)
+    call = _latent_call(BRAIN, page_size, None, False)
     out, lse = empty_out(call.q, LATENT_VALUES), empty_lse(call.q)
     launch_attn_decode(out, lse, call, attn_decode_config(call.problem, "ieee"))
 
@@ -254,7 +253,6 @@ def latent_cases() -> Iterator[CompileCase]:
         ("bf16-pages64", LatentConfig(64, None, 64), BRAIN, False),
         ("fp16-pages64-lists-everything", LatentConfig(64, 64, 64), HALF, True),
         ("bf16-pages64-combined", LatentConfig(64, None, 64, COMBINED=True), BRAIN, False),
-        ("bf16-single", LatentConfig(None, None, 40, SINGLE=True, COMBINED=True), BRAIN, False),
         ("bf16-pages16", LatentConfig(16, None, 64), BRAIN, False),
         ("bf16-paired", LatentConfig(None, None, 40, PAIRED=True), BRAIN, False),
         ("fp16-pages64-lists-everything-paired", LatentConfig(64, 64, 64, PAIRED=True), HALF, True),
@@ -275,12 +273,10 @@ def latent_cases() -> Iterator[CompileCase]:
 def combine_cases() -> Iterator[CompileCase]:
     """Parts of many rows, combined by a launch of their own."""
     combined = LatentConfig(None, None, 40, COMBINED=True)
-    single = LatentConfig(None, None, 40, COMBINED=True, SINGLE=True)
     fp8 = DecodeSm90(make_config(16, 128, 128, words=True, combined=True), "", everything=True)
     few = DecodeSm90(make_config(32, 64, 64, single=True, combined=True), "")
     for name, launcher, args in (
         ("latent-everything", _launch_latent, (combined, HALF, True)),
-        ("latent-single", _launch_latent, (single, HALF, False)),
         ("d128-fp8-everything", _launch_decode_sm90, (fp8,)),
         ("d64-single", _launch_decode_sm90, (few,)),
     ):
