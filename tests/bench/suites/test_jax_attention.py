@@ -9,7 +9,7 @@ from blackwell_sparsek.bench.suites import SUITES, jax_attention
 jax = pytest.importorskip("jax", reason="blackwell_sparsek.jax needs jax, which is not installed")
 
 
-def inputs(name):
+def calls(name):
     (case,) = (case for case in SUITES["jax"].cases(True) if case.name == name)
     return case.build(torch.device("cpu"))
 
@@ -26,13 +26,13 @@ def test_without_a_gpu_every_peer_of_jax_says_why():
     assert "jax-triton is not installed" in reason or "JAX sees no GPU" in reason
 
 
-@pytest.mark.parametrize("name", ["4k, 22 % of the blocks", "4k, causal"])
+@pytest.mark.parametrize("name", ["4k, 22 % of the blocks, in a loop", "4k, causal, one call"])
 def test_the_loop_of_jax_is_checked_against_fp64(name):
     """What runs on any backend: the mask, layouts and causal are those of the problem."""
-    contender = jax_attention._dot_product_attention(inputs(name), "xla")
+    contender = jax_attention._dot_product_attention(calls(name), "xla")
     assert contender.run() > 0
     contender.check(0.0)
-    if name == "4k, causal":
-        wrong = jax_attention._contender(inputs(name), lambda calls: inputs(name).q)
+    if name == "4k, causal, one call":
+        wrong = jax_attention._contender(calls(name), lambda count: calls(name).inputs.q)
         with pytest.raises(AssertionError):
             wrong.check(0.0)
