@@ -346,6 +346,11 @@ class LatentConfig:
         return 2 if self.PAIRED else 1
 
     @property
+    def SINGLE(self) -> bool:
+        """Whether the producer waits for the kernel before this one: PDL gained nothing here."""
+        return False
+
+    @property
     def placed(self) -> bool:
         """Whether copies go to addresses in shared memory, rather than through Gluon."""
         return True
