@@ -165,15 +165,19 @@ STORED = {
 def chunks(monkeypatch):
     """(first row, rows) of each launch that chooses from stored scores, however few they are."""
     seen = []
-    launched = kernels.launch_select_keys
+    choose, select = kernels.launch_choose, kernels.launch_select_keys
 
-    def note(ids, counts, call, scores, tiles, config):
-        seen.append(None if scores is None else tuple(tiles))
-        if scores is not None:
-            scores[tiles.count :] = torch.nan
-        launched(ids, counts, call, scores, tiles, config)
+    def note(ids, counts, call, scores, rows, config):
+        seen.append(tuple(rows))
+        scores[rows.count :] = torch.nan
+        choose(ids, counts, call, scores, rows, config)
 
-    monkeypatch.setattr(kernels, "launch_select_keys", note)
+    def one_pass(*args):
+        seen.append(None)
+        select(*args)
+
+    monkeypatch.setattr(kernels, "launch_choose", note)
+    monkeypatch.setattr(kernels, "launch_select_keys", one_pass)
     monkeypatch.setattr(tuning, "FEWEST_ROWS", 1)
     monkeypatch.setattr(tuning, "SHORTEST_STEP", 64)
     return seen
