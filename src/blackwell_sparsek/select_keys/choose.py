@@ -190,7 +190,8 @@ def _mark(scores_row, scores_stride, marks_row, entries, rule, floor):
         following = entry + TILE_MARKED * WORD
         ahead = tl.load(scores_row + following, mask=following < scores_stride, other=0.0)
         above = (_keys_of(s, entry, entries, rule) > floor) & (entry < entries)
-        marks = tl.xor_sum(above.to(tl.int32) << bit, 1)
+        # each bit of a word once: a sum without carries
+        marks = tl.sum(above.to(tl.int32) << bit, 1)
         word = start // WORD + offs_w
         tl.store(marks_row + word, marks, mask=word * WORD < entries)
 
