@@ -336,14 +336,14 @@ def launch_choose(
     """
     given = call.options
     device = ids.device
-    marks = scratch((rows.count, config.words), torch.int32, device)
+    marks = scratch((rows.count, config.words), torch.int32, device) if config.words else None
     args = (
         ids,
         counts,
         scratch((rows.count, config.capacity), torch.int32, device),
         scratch((rows.count, config.capacity - given.most), torch.int32, device),
         marks,
-        marks.stride(0),
+        config.words,
         scores,
         scores.stride(0),
         Rule(given.most, given.force_first, given.force_last),

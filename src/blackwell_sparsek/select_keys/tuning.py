@@ -91,7 +91,7 @@ class ChooseConfig:
     sample: int
     """Scores that the first threshold comes from."""
     words: int
-    """Words of the marks of a query, a bit for each key."""
+    """Words of the marks of a query, a bit for each key; 0 where scores are pooled."""
     num_warps: int
     max_registers: int
     """Registers of a thread, so that two programs run on an SM."""
@@ -149,8 +149,11 @@ def scores_config(problem: SelectProblem, kv_heads: int) -> ScoresConfig | None:
     queries = columns // heads
     step = min(max(next_power_of_2(given.most), SHORTEST_STEP), LONGEST_STEP)
     step = max(step, given.granularity)
-    capacity = max(given.most + step // given.granularity, min(3 * given.most, LARGEST_BUFFER))
-    words = -(-problem.kv_len // 32)
+    capacity, words = given.most + max(step // given.granularity, given.most), 0
+    if given.granularity == 1:
+        # pooled scores are few, and have no sample
+        capacity = max(given.most + step, min(3 * given.most, LARGEST_BUFFER))
+        words = -(-problem.kv_len // 32)
     lists = problem.batch * given.lists * problem.q_len
     room = 2 * lists * given.most * 4
     if problem.dtype.itemsize == 1:
