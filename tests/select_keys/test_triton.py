@@ -214,7 +214,7 @@ def test_stored_scores_of_more_queries_than_keys_and_strides_of_their_own(device
 
 
 def test_stored_scores_of_nan_infinity_and_zero(device, chunks):
-    q, k = many_heads(device, lengths=(6, 70))
+    q, k = many_heads(device, lengths=(9, 70))
     q, k = q.abs() + 1, torch.zeros_like(k)
     k[0, 0, 3:5], k[0, 0, 7], k[0, 0, 9] = torch.nan, torch.inf, -torch.inf
     weights = torch.ones(q.shape[:3], device=device)
