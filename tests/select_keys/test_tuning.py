@@ -70,7 +70,9 @@ def test_stored_scores_take_at_most_twice_the_lists(q_len, kv_len, dtype):
     problem = dataclasses.replace(INDEXER, q_len=q_len, kv_len=kv_len, dtype=dtype)
     config, most = scores_config(problem, 1), problem.options.most
     assert config.rows % config.queries == 0
-    words = scores_stride(kv_len) + 2 * config.select.capacity - most
+    choose = config.choose
+    words = scores_stride(kv_len) + choose.words + 2 * choose.capacity - most
+    assert choose.words * 32 >= kv_len and choose.capacity >= most + choose.tile_n
     copied = kv_len * problem.dim * 2 if dtype.itemsize == 1 else 0
     assert 4 * config.rows * words + copied <= 2 * 4 * q_len * most
 

@@ -12,8 +12,8 @@ their numbers in `ids` and, past its end, in a workspace. When the buffers are f
 best of each stay, and what comes later must be better than the worst of them. Numbers ascend in a
 buffer at all times. Called by `bsk::select_keys`.
 
-For lists of many index heads, `scores.py` stores the scores of some queries at a time, and a
-program chooses from those of one query.
+For lists of many index heads, `scores.py` stores the scores of some queries at a time, and
+`choose.py` chooses from them.
 
 Workspaces are there for the queries of running programs alone: at most twice the memory of the
 lists, or 12 bytes for each entry of one step where lists are short. fp8 is multiplied as fp16,
@@ -29,10 +29,20 @@ import triton.language as tl
 from ..attention.operands import token_strides
 from ..calls.select_keys import SelectCall
 from ..device.masks import position, row_bounds
-from ..device.ordering import HIGHEST, LOWEST, midpoint, ordered_int
+from ..device.ordering import HIGHEST, LOWEST, ordered_int
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch
+from .choose import (
+    TILE_CLEARED,
+    Buffer,
+    Held,
+    Rows,
+    Rule,
+    entry_scores,
+    keep_the_best,
+    launch_choose,
+)
 from .scores import (
     Chunk,
     HeadsOfList,
@@ -44,17 +54,6 @@ from .scores import (
 )
 from .tuning import ScoresConfig, SelectConfig, scores_config, scores_stride, select_config
 
-# Places of a list that are cleared at a time.
-TILE_CLEARED = tl.constexpr(64)
-
-
-class Rule(NamedTuple):
-    """Entries of a list, and how many of the first and latest ones are always taken."""
-
-    most: Any
-    force_first: Any
-    force_last: Any
-
 
 class Buffers(NamedTuple):
     """Scores as integers; numbers in the lists, and past their end; room for one query."""
@@ -63,20 +62,6 @@ class Buffers(NamedTuple):
     ids: Any
     spare: Any
     capacity: Any
-
-
-class Tiles(NamedTuple):
-    """Tiles of queries that a launch takes: the first one, and how many."""
-
-    first: int
-    count: int
-
-
-class Held(NamedTuple):
-    """How many entries the buffer of each query holds, and what later ones must be above."""
-
-    count: Any
-    floor: Any
 
 
 @triton.jit
@@ -123,73 +108,22 @@ def _key_scores(
 
 
 @triton.jit
-def _stored_scores(scores_row, kv_pos, length):
-    """Scores of keys; those after the last key that the query sees are not to be used."""
-    return tl.load(scores_row + kv_pos, mask=kv_pos < length, other=0.0)
-
-
-@triton.jit
-def _entry_scores(
-    s, kv_pos, entry, last_key,
-    MEAN: tl.constexpr, BLOCK_KV: tl.constexpr, TILE_M: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """S [TILE_M, ENTRIES] of entries that have a key up to `last_key`, that of their query."""
-    if BLOCK_KV == 1:
-        return s
-    seen = kv_pos[None, :] <= last_key[:, None]
-    if MEAN:
-        sums = tl.reshape(tl.where(seen, s, 0.0), [TILE_M, ENTRIES, BLOCK_KV])
-        keys = tl.minimum(last_key[:, None] + 1 - entry[None, :] * BLOCK_KV, BLOCK_KV)
-        # rounded once, so that equal means of different counts are equal
-        return tl.div_rn(tl.sum(sums, 2), tl.maximum(keys, 1).to(tl.float32))
-    return tl.max(tl.reshape(tl.where(seen, s, -float("inf")), [TILE_M, ENTRIES, BLOCK_KV]), 2)
-
-
-@triton.jit
-def _kth_largest(keys, k):
-    """The largest number that at least k of the keys reach."""
-    threshold = tl.full([], LOWEST, tl.int32)
-    above = tl.full([], HIGHEST, tl.int32)
-    for _ in range(32):
-        middle = midpoint(threshold, above)
-        enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
-        threshold = tl.where(enough, middle, threshold)
-        above = tl.where(enough, above, middle - 1)
-    return threshold
-
-
-@triton.jit
 def _keep_the_best(held, buffers, list_rows, most, TILE_M: tl.constexpr, TILE_C: tl.constexpr):
     """Leave at most `most` entries in each buffer; `list_rows` are offsets of the lists."""
     count, floor = held
     offs_m = tl.arange(0, TILE_M)
-    offs = tl.arange(0, TILE_C)
-    # threads read what others have written
-    tl.debug_barrier()
     for row in tl.range(0, TILE_M):
         own = offs_m == row
-        held_here = tl.sum(tl.where(own, count, 0), 0)
-        if held_here > most:
-            keys_row = buffers.keys + row * buffers.capacity
-            spare_row = buffers.spare + row * (buffers.capacity - most)
-            ids_row = buffers.ids + tl.sum(tl.where(own, list_rows, 0), 0)
-            live = offs < held_here
-            in_list = offs < most
-            keys = tl.load(keys_row + offs, mask=live, other=LOWEST)
-            number = tl.load(ids_row + offs, mask=in_list, other=0)
-            number += tl.load(spare_row + offs - most, mask=live & (in_list == 0), other=0)
-            threshold = _kth_largest(keys, most)
-            above = live & (keys > threshold)
-            level = live & (keys == threshold)
-            room = most - tl.sum(above.to(tl.int32), 0)
-            kept = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
-            place = tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.debug_barrier()
-            tl.store(keys_row + place, keys, mask=kept)
-            tl.store(ids_row + place, number, mask=kept)
-            count = tl.where(own, most, count)
-            floor = tl.where(own, threshold, floor)
-    tl.debug_barrier()
+        of_row = Held(tl.sum(tl.where(own, count, 0), 0), tl.sum(tl.where(own, floor, 0), 0))
+        if of_row.count > most:
+            buffer = Buffer(
+                buffers.keys + row * buffers.capacity,
+                buffers.ids + tl.sum(tl.where(own, list_rows, 0), 0),
+                buffers.spare + row * (buffers.capacity - most),
+            )
+            of_row = keep_the_best(buffer, of_row, most, TILE_C)
+            count = tl.where(own, of_row.count, count)
+            floor = tl.where(own, of_row.floor, floor)
     return Held(count, floor)
 
 
@@ -199,7 +133,6 @@ def _keep_the_best(held, buffers, list_rows, most, TILE_M: tl.constexpr, TILE_C:
         "kv_len",
         "right",
         "capacity",
-        "first_tile",
         "num_tiles",
         "tiles_of_list",
         "num_programs",
@@ -210,8 +143,6 @@ def _select_keys_kernel(
     counts_ptr,
     keys_ptr,
     spare_ptr,
-    scores_ptr,
-    scores_stride,
     q_ptr,
     k_ptr,
     weights_ptr,
@@ -222,7 +153,6 @@ def _select_keys_kernel(
     kv_len,
     right,
     capacity,
-    first_tile,
     num_tiles,
     tiles_of_list,
     num_programs,
@@ -235,10 +165,7 @@ def _select_keys_kernel(
     TILE_N: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """Lists of TILE_M queries after another; a program has buffers of its own.
-
-    Where scores were stored, TILE_M is 1 and their first row is that of `first_tile`.
-    """
+    """Lists of TILE_M queries after another; a program has buffers of its own."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
     ENTRIES: tl.constexpr = TILE_N // BLOCK_KV
     program = tl.program_id(0)
@@ -249,7 +176,7 @@ def _select_keys_kernel(
     keys_ptr += first_row * capacity
     spare_ptr += first_row * (capacity - rule.most)
     buffers = Buffers(keys_ptr, ids_ptr, spare_ptr, capacity)
-    for tile in tl.range(first_tile + program, first_tile + num_tiles, num_programs):
+    for tile in tl.range(program, num_tiles, num_programs):
         # (batch, list)
         row = tile // tiles_of_list
         batch = (row // heads.lists).to(tl.int64)
@@ -262,22 +189,14 @@ def _select_keys_kernel(
         query = row.to(tl.int64) * q_len + tl.where(real, token, 0)
         list_rows = query * rule.most
         held = Held(offs_m * 0, offs_m * 0 + LOWEST)
-        if scores_ptr is not None:
-            # a tile is a query; scores are read one step ahead
-            scores_row = scores_ptr + (tile - first_tile).to(tl.int64) * scores_stride
-            ahead = _stored_scores(scores_row, offs_n, scores_stride)
         for start in tl.range(0, tl.max(last_key, 0) + 1, TILE_N):
             kv_pos = start + offs_n
             entry = start // BLOCK_KV + offs_e
-            if scores_ptr is not None:
-                s = ahead[None, :]
-                ahead = _stored_scores(scores_row, kv_pos + TILE_N, scores_stride)
-            else:
-                s = _key_scores(
-                    q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real,
-                    kv_pos, kv_len, RELU, HEAD_DIM, SHARED_KEYS, TILE_M, TILE_N, TILE_D,
-                )  # fmt: skip
-            s = _entry_scores(s, kv_pos, entry, last_key, MEAN, BLOCK_KV, TILE_M, ENTRIES)
+            s = _key_scores(
+                q_ptr, k_ptr, weights_ptr, strides, batch, first_head, heads, token, real,
+                kv_pos, kv_len, RELU, HEAD_DIM, SHARED_KEYS, TILE_M, TILE_N, TILE_D,
+            )  # fmt: skip
+            s = entry_scores(s, kv_pos, entry, last_key, MEAN, BLOCK_KV, TILE_M, ENTRIES)
             from_end = latest[:, None] - entry[None, :]
             forced = (entry < rule.force_first)[None, :] | (from_end < rule.force_last)
             keys = tl.where(forced, HIGHEST, ordered_int(s))
@@ -315,9 +234,7 @@ def forward(call: SelectCall) -> tuple[torch.Tensor, torch.Tensor]:
     with on_device_of(q):
         stored = scores_config(call.problem, call.k_index.shape[1])
         if stored is None:
-            config = select_config(call.problem)
-            tiles = counts.shape[:2].numel() * cdiv(q.shape[2], config.tile_m)
-            launch_select_keys(ids, counts, call, None, Tiles(0, tiles), config)
+            launch_select_keys(ids, counts, call, select_config(call.problem))
         else:
             _select_in_chunks(ids, counts, call, stored)
     return ids, counts
@@ -344,25 +261,19 @@ def _select_in_chunks(
         end = min(start + step, tiles)
         first = first_row(start)
         launch_scores(scores, keys, call, Chunk(start, end - start, first), config)
-        rows = Tiles(first, first_row(end) - first)
-        launch_select_keys(ids, counts, call, scores, rows, config.select)
+        rows = Rows(first, first_row(end) - first)
+        launch_choose(ids, counts, call, scores, rows, config.choose)
 
 
 def launch_select_keys(
-    ids: torch.Tensor,
-    counts: torch.Tensor,
-    call: SelectCall,
-    scores: torch.Tensor | None,
-    tiles: Tiles,
-    config: SelectConfig,
+    ids: torch.Tensor, counts: torch.Tensor, call: SelectCall, config: SelectConfig
 ) -> None:
-    """Fill `ids`, int32 [B, lists, Tq, most], and `counts`, int32 [B, lists, Tq], for `tiles`.
-
-    `scores` are those of the tiles, if they were stored.
-    """
+    """Fill `ids`, int32 [B, lists, Tq, most], and `counts`, int32 [B, lists, Tq]."""
     q, k, weights, given = call
     heads, q_len, dim = q.shape[1:]
-    programs = min(tiles.count, config.programs)
+    tiles_of_list = cdiv(q_len, config.tile_m)
+    tiles = counts.shape[:2].numel() * tiles_of_list
+    programs = min(tiles, config.programs)
     rows = programs * config.tile_m
     operands = (as_loaded(x) for x in (q, k))
     of_weights = Strides(*(q if weights is None else weights).stride()[:3])
@@ -371,8 +282,6 @@ def launch_select_keys(
         counts,
         scratch((rows, config.capacity), torch.int32, q.device),
         scratch((rows, config.capacity - given.most), torch.int32, q.device),
-        scores,
-        0 if scores is None else scores.stride(0),
         *operands,
         weights,
         SelectStrides(token_strides(q), token_strides(k), of_weights),
@@ -382,9 +291,8 @@ def launch_select_keys(
         k.shape[2],
         given.right,
         config.capacity,
-        tiles.first,
-        tiles.count,
-        cdiv(q_len, config.tile_m),
+        tiles,
+        tiles_of_list,
         programs,
         given.activation == "relu",
         given.pool == "mean",

@@ -23,14 +23,24 @@ STORED_HEADS = (16, 32, 64, 128)
 # Fewer rows of scores than these do not fill a GPU while entries are chosen.
 FEWEST_ROWS = 32
 # Keys that one program looks through at a time while it chooses from stored scores.
-LONGEST_STEP = 2048
+LONGEST_STEP = 1024
 SHORTEST_STEP = 256
+# Entries of a buffer whose scores a program of 16 warps holds in registers.
+LARGEST_BUFFER = 8192
+# Stored scores of a query that its first threshold comes from. Of 4096, 64 are among the best 2048
+# of 128k, give or take 8: 4 standard deviations more admit half as many entries again.
+SAMPLE = 4096
 # Shared memory, in bytes, of GPUs that hold 256 columns of queries in each of two programs.
 LARGE_SHARED = 200 * 1024
 # A strip of keys has at least so many steps: each program reads its queries first.
 STEPS_OF_STRIP = 16
 # Share of the programs' time, in whole waves, that is enough.
 FULL_WAVES = 0.95
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class SelectConfig:
     @property
     def tile_c(self) -> int:
         """The capacity as a power of two."""
-        return 1 << (self.capacity - 1).bit_length()
+        return next_power_of_2(self.capacity)
 
 
 def select_config(problem: SelectProblem) -> SelectConfig:
@@ -71,6 +81,28 @@ def select_config(problem: SelectProblem) -> SelectConfig:
 
 
 @dataclass(frozen=True)
+class ChooseConfig:
+    """Tiles of choosing from stored scores."""
+
+    tile_n: int
+    """Keys of one step."""
+    capacity: int
+    """Entries that the buffer of a query holds."""
+    sample: int
+    """Scores that the first threshold comes from."""
+    words: int
+    """Words of the marks of a query, a bit for each key; 0 where scores are pooled."""
+    num_warps: int
+    max_registers: int
+    """Registers of a thread, so that two programs run on an SM."""
+
+    @property
+    def tile_c(self) -> int:
+        """The capacity as a power of two."""
+        return next_power_of_2(self.capacity)
+
+
+@dataclass(frozen=True)
 class ScoresConfig:
     """Tiles of the launches that store scores of some queries and choose from them."""
 
@@ -84,8 +116,7 @@ class ScoresConfig:
     """Programs that run side by side."""
     num_warps: int
     num_stages: int
-    select: SelectConfig
-    """Tiles of choosing."""
+    choose: ChooseConfig
 
     def strips(self, tiles: int, kv_len: int) -> int:
         """Into how many strips the keys are cut, so that waves of programs are nearly full."""
@@ -116,21 +147,25 @@ def scores_config(problem: SelectProblem, kv_heads: int) -> ScoresConfig | None:
         return None
     columns = 256 if problem.arch.smem_bytes >= LARGE_SHARED else 128
     queries = columns // heads
-    step = min(max(1 << (given.most - 1).bit_length(), SHORTEST_STEP), LONGEST_STEP)
+    step = min(max(next_power_of_2(given.most), SHORTEST_STEP), LONGEST_STEP)
     step = max(step, given.granularity)
-    capacity = given.most + max(step // given.granularity, given.most)
+    capacity, words = given.most + max(step // given.granularity, given.most), 0
+    if given.granularity == 1:
+        # pooled scores are few, and have no sample
+        capacity = max(given.most + step, min(3 * given.most, LARGEST_BUFFER))
+        words = -(-problem.kv_len // 32)
     lists = problem.batch * given.lists * problem.q_len
     room = 2 * lists * given.most * 4
     if problem.dtype.itemsize == 1:
         room -= problem.batch * kv_heads * problem.kv_len * problem.dim * 2
-    row = 4 * (scores_stride(problem.kv_len) + 2 * capacity - given.most)
+    row = 4 * (scores_stride(problem.kv_len) + words + 2 * capacity - given.most)
     tiles = problem.batch * given.lists * -(-problem.q_len // queries)
     rows = min(room // row // queries, tiles) * queries
     if rows < min(FEWEST_ROWS, tiles * queries):
         return None
     sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
-    select = SelectConfig(1, step, capacity, rows, 16, 1)
-    return ScoresConfig(queries, 64, rows, 2 * sms, 4, 2, select)
+    choose = ChooseConfig(step, capacity, SAMPLE, words, 16, 64)
+    return ScoresConfig(queries, 64, rows, 2 * sms, 4, 2, choose)
 
 
 def scores_stride(kv_len: int) -> int:

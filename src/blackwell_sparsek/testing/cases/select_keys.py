@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from ...calls.select_keys import SelectCall, SelectOptions
+from ...select_keys.choose import _choose_kernel
 from ...select_keys.scores import _scores_kernel
-from ...select_keys.triton import _select_keys_kernel, forward
+from ...select_keys.triton import forward
+from ...select_keys.tuning import MOST_ENTRIES
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
 
@@ -42,9 +44,18 @@ def select_keys_cases() -> Iterator[CompileCase]:
         yield launched_case(
             f"select_keys/scores-sm{sm}", forward, call, kernel=_scores_kernel, sm=sm, archs=(sm,)
         )
-    yield launched_case(
-        "select_keys/stored", forward, call, kernel=_select_keys_kernel, archs=(90, 80, 120)
-    )
+    pooled = INDEXER._replace(granularity=4, most=512, pool="mean", force_first=1, force_last=2)
+    longest = INDEXER._replace(most=MOST_ENTRIES)
+    for name, options in (("", INDEXER), ("-mean", pooled), ("-longest", longest)):
+        yield launched_case(
+            f"select_keys/choose{name}",
+            forward,
+            _call(options, torch.bfloat16),
+            kernel=_choose_kernel,
+            archs=(90,) if name else (90, 80, 120),
+            # addresses of a full buffer, which a pass without a sampled threshold reads
+            max_spill_bytes=160,
+        )
     # a few registers around the search for the best, which runs a few times for a tile
     few = 32
     call = _call(INDEXER, torch.bfloat16, FEW_QUERIES)
