@@ -147,6 +147,11 @@ class DecodeSm90Config:
         return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
 
     @property
+    def GATHERED(self) -> bool:
+        """Whether cp.async copies single keys; see `sparse_attention/sm90/latent.py`."""
+        return False
+
+    @property
     def pair(self) -> int:
         """Programs of a cluster that share copies."""
         return 1
