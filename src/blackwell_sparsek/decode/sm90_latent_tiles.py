@@ -89,8 +89,15 @@ def _await_part(ring, step, PART: gl.constexpr, CFG: gl.constexpr):
     """Wait for a part of the columns of a tile."""
     index = step % CFG.STAGES * CFG.parts + PART
     mbarrier.wait(ring.full.index(index), (step // CFG.STAGES) & 1)
+
+
+@gluon.jit
+def _show_copies(CFG: gl.constexpr):
+    """Let WGMMA, which reads through the async proxy, see what was waited for.
+
+    TMA writes through the same proxy, but cp.async through the generic one.
+    """
     if CFG.GATHERED:
-        # cp.async writes through the generic proxy, WGMMA reads through the async one
         fence_async_shared()
 
 
@@ -119,6 +126,7 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
     parts: gl.constexpr = CFG.parts
     for part in gl.static_range(parts):
         _await_part(shared.ring, step, part, CFG)
+    _show_copies(CFG)
     wrong = step - step
     # the producer that gathers keys has cleared what is not to be read
     cut = wrong != 0
@@ -133,10 +141,27 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
 
 
 @gluon.jit
+def _await_values(shared, step, kv_start, seen, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Wait for the values of a tile whose scores the other consumer has; return its `wrong`.
+
+    Gathered keys: only for the part that this consumer releases. The other consumer may have
+    released the other one already, and once that is full again, its phase tells nothing.
+    """
+    if CFG.GATHERED:
+        _await_part(shared.ring, step, GROUP, CFG)
+        _show_copies(CFG)
+        wrong = step - step
+    else:
+        wrong, _ = _await_tile(shared, step, kv_start, seen, CFG)
+    return wrong
+
+
+@gluon.jit
 def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
     """Start the scores of a tile as its halves arrive; then what `_await_tile` returns."""
     ring = shared.ring
     _await_part(ring, step, 0, CFG)
+    _show_copies(CFG)
     stage = step % CFG.STAGES
     # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
     # registers through the loop, and spill them
@@ -296,11 +321,11 @@ def multiply_in_turns(
             acc = _end_values(product, handover, ring, step, GROUP, CFG)
             if even + 1 < kv_tiles:
                 step += 1
-                wrong, _ = _await_tile(shared, step, odd_start, seen, CFG)
+                wrong = _await_values(shared, step, odd_start, seen, GROUP, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
                 acc = _end_values(product, handover, ring, step, GROUP, CFG)
         else:
-            wrong, _ = _await_tile(shared, step, kv_start, seen, CFG)
+            wrong = _await_values(shared, step, kv_start, seen, GROUP, CFG)
             if even + 1 < kv_tiles:
                 s, wrong, cut = _start_scores(queries, shared, step + 1, odd_start, seen, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)

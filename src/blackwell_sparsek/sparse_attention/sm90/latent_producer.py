@@ -207,28 +207,30 @@ def _send(shared, found, step, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _bring_keys(found, CFG: gl.constexpr):
+def _bring_keys(found, leads, CFG: gl.constexpr):
     """Have the L2 read keys; one of the eight threads that have a key asks for it."""
-    first = (lane_number() & 7) == 0
+    first = leads & ((lane_number() & 7) == 0)
     address = gl.where(found.live & first, found.pointers.to(gl.int64), 0)
     bring_to_l2(address, 2 * (CFG.TILE_DV + CFG.rest))
 
 
 @gluon.jit
-def _send_keys(produce, shared, query, tiles, step, CFG: gl.constexpr):
+def _send_keys(produce, shared, query, work, step, CFG: gl.constexpr):
     """Send the keys of a query; return the next step."""
+    # other heads with the same keys run beside these
+    leads = work.first_head % gl.minimum(shared.heads.group, shared.heads.per_list) == 0
     key = gl.arange(0, CFG.TILE_N, gl.SliceLayout(1, CFG.copy_layout()))
     found = _find(produce, query, key, _load_entries(query, key, CFG), CFG)
     # entries come a tile earlier than they are needed
     after = _load_entries(query, key + CFG.TILE_N, CFG)
-    for _tile in range(tiles):
+    for _tile in range(work.tiles):
         key += CFG.TILE_N
         block = after
         after = _load_entries(query, key + CFG.TILE_N, CFG)
         _send(shared, found, step, CFG)
         found = _find(produce, query, key, block, CFG)
         if CFG.PREFETCH:
-            _bring_keys(found, CFG)
+            _bring_keys(found, leads, CFG)
         step += 1
     return step
 
@@ -255,7 +257,7 @@ def produce_keys(produce, shared, CFG: gl.constexpr):
                 produce, shared, batch, first_head, token, q_first, q_len, CFG
             )
             publish(shared.work, slot, work, 4)
-            step = _send_keys(produce, shared, query, work.tiles, step, CFG)
+            step = _send_keys(produce, shared, query, work, step, CFG)
             slot += 1
     # no sequence: the end
     publish(shared.work, slot, LatentWork(-1, 0, 0, 0, 0), 4)
