@@ -193,6 +193,10 @@ def _send(shared, found, step, CFG: gl.constexpr):
         index = stage * parts + part
         full = ring.full.index(index)
         mbarrier.wait(ring.empty.index(CFG.first_empty + index), phase)
+        _copy(ring.v.index(stage).slice(part * half, half, dim=1), found, part * half, CFG)
+        if part == parts - 1:
+            _copy(ring.k.index(stage), found, CFG.TILE_DV, CFG)
+        async_copy.mbarrier_arrive(full, increment_count=False)
         if part == 0:
             notes.factors.index(stage).store(found.factors)
             zero = gl.full([1], 0, gl.int32, CFG.words_layout())
@@ -200,10 +204,6 @@ def _send(shared, found, step, CFG: gl.constexpr):
             # the one thread that arrives does not wait for the stores of the others
             thread_barrier()
             mbarrier.arrive(full, count=1)
-        _copy(ring.v.index(stage).slice(part * half, half, dim=1), found, part * half, CFG)
-        if part == parts - 1:
-            _copy(ring.k.index(stage), found, CFG.TILE_DV, CFG)
-        async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
