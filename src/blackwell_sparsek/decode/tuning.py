@@ -147,11 +147,6 @@ class DecodeSm90Config:
         return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
 
     @property
-    def GATHERED(self) -> bool:
-        """Whether cp.async copies single keys; see `sparse_attention/sm90/latent.py`."""
-        return False
-
-    @property
     def pair(self) -> int:
         """Programs of a cluster that share copies."""
         return 1
@@ -344,6 +339,11 @@ class LatentConfig:
     def __post_init__(self) -> None:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
         assert self.rest == SLICE, f"{self.rest=}"
+
+    @property
+    def GATHERED(self) -> bool:
+        """Whether cp.async copies single keys; see `sparse_attention/sm90/latent.py`."""
+        return False
 
     @property
     def pair(self) -> int:
