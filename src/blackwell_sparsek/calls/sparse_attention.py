@@ -14,6 +14,7 @@ from ..masks.band import EVERYTHING, Band
 from ..masks.key_selection import KeySelection
 from ..masks.packed import check_cu_seqlens_values
 from .attention import tma_takes
+from .decode import values_are_keys
 
 
 class SparseAttnSpec(NamedTuple):
@@ -88,6 +89,8 @@ class SparseAttnProblem:
     gate: bool
     tma: bool
     """Whether TMA can copy tiles of the keys and values."""
+    latent: bool = False
+    """Whether the values are a view of the first columns of the keys."""
     backward: bool = False
 
     def __str__(self) -> str:
@@ -142,6 +145,7 @@ class SparseAttentionCall:
             sinks=spec.sinks is not None,
             gate=spec.gate is not None,
             tma=tma_takes(self.k) and tma_takes(self.v),
+            latent=values_are_keys(self.k, self.v),
         )
 
     @property

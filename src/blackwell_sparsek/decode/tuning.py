@@ -341,6 +341,11 @@ class LatentConfig:
         assert self.rest == SLICE, f"{self.rest=}"
 
     @property
+    def GATHERED(self) -> bool:
+        """Whether cp.async copies single keys; see `sparse_attention/sm90/latent.py`."""
+        return False
+
+    @property
     def pair(self) -> int:
         """Programs of a cluster that share copies."""
         return 2 if self.PAIRED else 1

@@ -11,6 +11,7 @@ from blackwell_sparsek.calls.sparse_attention import SparseAttnProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.sparse_attention.op import backward_dispatch, forward_dispatch
 from blackwell_sparsek.sparse_attention.sm90 import tuning
+from blackwell_sparsek.sparse_attention.sm90.latent_tuning import sparse_latent_config
 from blackwell_sparsek.sparse_attention.sm90.tuning import sparse_attn_sm90_config, unsupported
 
 PROBLEM = SparseAttnProblem(
@@ -105,3 +106,50 @@ def test_tiles_fit(granularity, dims, heads):
     assert config.HEAD_DIM <= config.TILE_D and config.HEAD_DIM_V <= config.TILE_DV
     assert config.PACK * config.tile_t <= config.tile_m and config.tile_t >= 1
     assert (heads[0] // heads[1]) % config.PACK == 0
+
+
+LATENT = dataclasses.replace(
+    PROBLEM,
+    heads_q=128,
+    heads_kv=1,
+    lists=1,
+    head_dim=576,
+    head_dim_v=512,
+    granularity=1,
+    most=2048,
+    latent=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"granularity": 64}, None),
+        ({"page_size": 64}, None),
+        ({"varlen": True, "gate": True, "local": True}, None),
+        ({"latent": False}, "needs values that are a view of the first 512 columns of the keys"),
+        ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
+        ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
+        ({"arch": Arch("cuda", 100, 148, 232448, False)}, "needs sm_90"),
+        ({"max_k": 2**30}, "needs sequences of at most 1073741823 tokens"),
+    ],
+)
+def test_which_latent_problems_the_kernel_takes(changed, reason):
+    given = unsupported(dataclasses.replace(LATENT, **changed))
+    assert given is None if reason is None else reason in given
+
+
+def test_auto_passes_over_latent_problems_until_they_have_run(monkeypatch):
+    monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
+    decision = forward_dispatch.decide("auto", LATENT)
+    assert decision.chosen == "triton"
+    assert "has not run on a GPU yet" in decision.reasons["sm90"]
+    assert forward_dispatch.decide("sm90", LATENT).chosen == "sm90"
+
+
+@pytest.mark.parametrize(("heads", "pack"), [(128, 64), (64, 64), (96, 48), (16, 16), (7, 7)])
+def test_heads_of_a_latent_tile(heads, pack):
+    config = sparse_latent_config(dataclasses.replace(LATENT, heads_q=heads))
+    assert pack == config.PACK and config.ENTRY_KEYS == 1
+    assert 2 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS <= 3 * config.MAX_REGISTERS

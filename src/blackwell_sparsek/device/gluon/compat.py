@@ -5,7 +5,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from ...core.compat import triton_version
 
@@ -22,6 +22,12 @@ if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
 else:
     async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+# cp.async: copies of elements at any address to shared memory. Renamed in Triton 3.8 as well.
+if hasattr(async_copy, "async_load"):
+    async_gather = async_copy.async_load
+else:
+    async_gather = async_copy.async_copy_global_to_shared
 
 if hasattr(tma, "async_atomic_add"):
     async_atomic_add = tma.async_atomic_add

@@ -78,10 +78,10 @@ def claim(counter_ptr, programs, total):
 
 
 @gluon.jit
-def publish(channel, slot, fields):
+def publish(channel, slot, fields, WARPS: gl.constexpr = 1):
     """Hand a work tile to the consumers once they have read the one before the last."""
     numbers, filled, free = channel
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     depth = slot % WORK_DEPTH
     mbarrier.wait(free.index(depth), ((slot // WORK_DEPTH) & 1) ^ 1)

@@ -11,6 +11,7 @@ from ...core.compat import why_no_gluon
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES
 from ..triton.tuning import LONGEST, MOST_PROGRAMS, heads_per_tile
+from .latent_tuning import is_latent, unsupported_latent
 
 CONSUMERS = 2
 GRANULARITIES = (64, 128)
@@ -51,6 +52,12 @@ def unsupported(problem: SparseAttnProblem) -> str | None:
         return f"needs sm_90, this is {problem.arch}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"{problem.dtype} has no 16-bit WGMMA"
+    if max(problem.max_q, problem.max_k) > LONGEST:
+        return f"needs sequences of at most {LONGEST} tokens"
+    if problem.batch * problem.heads_q * problem.max_q > MOST_PROGRAMS:
+        return f"needs at most {MOST_PROGRAMS} queries over batch and heads"
+    if is_latent(problem):
+        return unsupported_latent(problem)
     if problem.granularity not in GRANULARITIES:
         return f"needs entries of 64 or 128 keys, got {problem.granularity}"
     dims = (problem.head_dim, problem.head_dim_v)
@@ -63,10 +70,6 @@ def unsupported(problem: SparseAttnProblem) -> str | None:
         return "has no code for keys in pages"
     if not problem.tma:
         return "TMA needs keys to copy, and addresses and strides that are multiples of 16 bytes"
-    if max(problem.max_q, problem.max_k) > LONGEST:
-        return f"needs sequences of at most {LONGEST} tokens"
-    if problem.batch * problem.heads_q * problem.max_q > MOST_PROGRAMS:
-        return f"needs at most {MOST_PROGRAMS} queries over batch and heads"
     return None
 
 

@@ -71,6 +71,7 @@ KERNELS = (
     "sparse_attn_dq",
     "sparse_attn_fwd",
     "sparse_attn_fwd_sm90",
+    "sparse_attn_latent",
     "sparsek",
     "spread",
 )

@@ -15,6 +15,8 @@ from ...calls.sparse_attention import (
 from ...masks.band import Band
 from ...masks.key_selection import KeySelection
 from ...sparse_attention.sm90.forward import launch_sparse_attn_fwd_sm90
+from ...sparse_attention.sm90.latent import launch_sparse_attn_latent
+from ...sparse_attention.sm90.latent_tuning import sparse_latent_config
 from ...sparse_attention.sm90.tuning import sparse_attn_sm90_config
 from ...sparse_attention.triton.backward import (
     _sparse_attn_dkdv_kernel,
@@ -32,6 +34,8 @@ GEOMETRIES = {
     "qsa": (BRAIN, 24, 2, 256, 512, 4),
     "nsa": (HALF, 64, 4, 128, 16, 64),
     "mla": (BRAIN, 128, 1, 576, 2048, 1),
+    "mla-64": (HALF, 64, 1, 576, 2048, 1),
+    "mla-16": (BRAIN, 16, 1, 576, 2048, 1),
     "mla-8": (BRAIN, 8, 1, 576, 2048, 1),
     "mla-blocks": (BRAIN, 16, 1, 576, 16, 64),
     "tokens": (BRAIN, 16, 1, 64, 2048, 1),
@@ -42,7 +46,7 @@ GEOMETRIES = {
     "float32-tokens": (FLOAT, 64, 2, 128, 200, 1),
 }
 # Those whose values are narrower than their keys: latent attention, which has no backward.
-VALUE_DIMS = {"mla": 512, "mla-8": 512, "mla-blocks": 512}
+VALUE_DIMS = dict.fromkeys(("mla", "mla-64", "mla-16", "mla-8", "mla-blocks"), 512)
 TOKENS = 4099
 KERNELS = {"dq": _sparse_attn_dq_kernel, "dkdv": _sparse_attn_dkdv_kernel}
 
@@ -174,4 +178,45 @@ def sparse_attention_sm90_cases() -> Iterator[CompileCase]:
         yield launched_case(
             f"sparse_attn_fwd_sm90/{label}", _launch_sm90, _call(name, options), archs=(90,),
             expect={"wgmma.mma_async": 1}, max_spill_bytes=48 if name == "wide" else 0,
+        )  # fmt: skip
+
+
+# The Hopper kernel for latent keys.
+LATENT_CASES = (
+    ("mla", ""),
+    ("mla", "gated"),
+    ("mla", "packed"),
+    ("mla-64", ""),
+    ("mla-16", ""),
+    ("mla-8", ""),
+    ("mla-blocks", ""),
+)
+
+
+def _launch_latent(call: SparseAttentionCall) -> None:
+    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    launch_sparse_attn_latent(call, out, lse, sparse_latent_config(call.problem), 132)
+
+
+def _paged_latent() -> SparseAttentionCall:
+    """A few queries of each of two sequences over pages of 64 latent keys."""
+    chosen = KeySelection._from_tensors(_int32(2, 1, 3, 2048), _int32(2, 1, 3), 1, 64 * 64)
+    spec = SparseAttnSpec(
+        0.1, chosen, max_q=3, max_k=4096, page_table=_int32(2, 64), cache_seqlens=_int32(2)
+    )
+    keys = meta(99, 64, 1, 576)
+    return SparseAttentionCall(meta(2, 128, 3, 576), keys, keys[..., :512], spec)
+
+
+@compile_cases
+def sparse_attention_latent_cases() -> Iterator[CompileCase]:
+    """Numbers of heads, gates, packed keys, pages."""
+    calls = {
+        "-".join(filter(None, (name, options))): _call(name, options)
+        for name, options in LATENT_CASES
+    }
+    for label, call in {**calls, "paged": _paged_latent()}.items():
+        yield launched_case(
+            f"sparse_attn_latent/{label}", _launch_latent, call, archs=(90,),
+            expect={"wgmma.mma_async": 1, "cp.async.cg.shared.global": 36},
         )  # fmt: skip
