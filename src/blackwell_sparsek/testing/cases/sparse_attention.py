@@ -14,6 +14,9 @@ from ...calls.sparse_attention import (
 )
 from ...masks.band import Band
 from ...masks.key_selection import KeySelection
+from ...sparse_attention.sm90.backward import backward as backward_sm90
+from ...sparse_attention.sm90.dkdv import _sparse_attn_dkdv_sm90_kernel
+from ...sparse_attention.sm90.dq import _sparse_attn_dq_sm90_kernel
 from ...sparse_attention.sm90.forward import launch_sparse_attn_fwd_sm90
 from ...sparse_attention.sm90.tuning import sparse_attn_sm90_config
 from ...sparse_attention.triton.backward import (
@@ -175,3 +178,19 @@ def sparse_attention_sm90_cases() -> Iterator[CompileCase]:
             f"sparse_attn_fwd_sm90/{label}", _launch_sm90, _call(name, options), archs=(90,),
             expect={"wgmma.mma_async": 1}, max_spill_bytes=48 if name == "wide" else 0,
         )  # fmt: skip
+
+
+SM90_KERNELS = {"dq": _sparse_attn_dq_sm90_kernel, "dkdv": _sparse_attn_dkdv_sm90_kernel}
+
+
+@compile_cases
+def sparse_attention_backward_sm90_cases() -> Iterator[CompileCase]:
+    """The same of the gradients, up to 128 columns."""
+    for name, options in (("msa", ""), ("nsa", ""), ("nsa", "gated"), ("narrow", "gated")):
+        call = _backward(_call(name, options))
+        for kind, kernel in SM90_KERNELS.items():
+            label = "-".join(filter(None, (name, options)))
+            yield launched_case(
+                f"sparse_attn_{kind}_sm90/{label}", backward_sm90, call, kernel=kernel, archs=(90,),
+                expect={"wgmma.mma_async": 1},
+            )  # fmt: skip
