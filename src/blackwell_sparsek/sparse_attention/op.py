@@ -21,6 +21,7 @@ from ..calls.sparse_attention import (
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.not_run_yet import not_run_yet
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
@@ -40,6 +41,12 @@ forward_dispatch.register(
     "sm90",
     sm90.why_not,
     "blackwell_sparsek.sparse_attention.sm90.forward:forward",
+)
+backward_dispatch.register(
+    "sm90",
+    sm90.why_not,
+    "blackwell_sparsek.sparse_attention.sm90.backward:backward",
+    auto_passes=not_run_yet,
 )
 for _dispatch, _name in ((forward_dispatch, "forward"), (backward_dispatch, "backward")):
     _dispatch.register(

@@ -1,4 +1,4 @@
-"""Which problems the Hopper forward takes, and whether its tiles fit."""
+"""Which problems the Hopper kernels take, and whether their tiles fit."""
 
 import dataclasses
 
@@ -9,9 +9,15 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.calls.sparse_attention import SparseAttnProblem
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.dispatch.not_run_yet import not_run_yet
 from blackwell_sparsek.sparse_attention.op import backward_dispatch, forward_dispatch
 from blackwell_sparsek.sparse_attention.sm90 import tuning
-from blackwell_sparsek.sparse_attention.sm90.tuning import sparse_attn_sm90_config, unsupported
+from blackwell_sparsek.sparse_attention.sm90.tuning import (
+    sparse_attn_sm90_config,
+    sparse_dkdv_sm90_config,
+    sparse_dq_sm90_config,
+    unsupported,
+)
 
 PROBLEM = SparseAttnProblem(
     arch=Arch("cuda", 90, 132, 232448, False),
@@ -79,10 +85,61 @@ def test_what_auto_takes(changed, chosen, reason, monkeypatch):
     assert reason is None or reason in decision.reasons["sm90"]
 
 
-def test_gradients_come_from_the_portable_kernels():
-    decision = backward_dispatch.decide("auto", dataclasses.replace(PROBLEM, backward=True))
+def test_gradients_come_from_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
+    problem = dataclasses.replace(PROBLEM, backward=True)
+    decision = backward_dispatch.decide("auto", problem)
     assert decision.chosen == "triton"
-    assert decision.reasons["sm90"] == "sparse_attn_bwd has no sm90 implementation"
+    assert decision.reasons["sm90"] == not_run_yet(problem)
+    assert backward_dispatch.decide("sm90", problem).chosen == "sm90"
+
+
+def test_gradients_of_wide_heads_are_refused():
+    given = unsupported(dataclasses.replace(PROBLEM, backward=True, head_dim=136))
+    assert given == "needs head dimensions up to 128 in steps of 8, got 136 and 128"
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("granularity", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (64, 128), (128, 8)])
+@pytest.mark.parametrize("heads", [(1, 1), (64, 4), (24, 2), (7, 1), (512, 1)])
+def test_tiles_of_gradients_fit(granularity, dims, heads, gate):
+    problem = dataclasses.replace(
+        PROBLEM,
+        granularity=granularity,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        lists=heads[1],
+        gate=gate,
+        backward=True,
+    )
+    config = sparse_dq_sm90_config(problem)
+    assert config.tile_bytes + 4 * 8 * config.barrier_room <= 226 * 1024
+    # a consumer holds the keys of one stage while it waits for those of the next
+    assert config.STAGES >= 2 and granularity % config.TILE_N == 0
+    assert config.PACK * config.tile_t <= config.tile_m and config.tile_t >= 1
+    own = sparse_dkdv_sm90_config(problem)
+    if own is not None:
+        # two programs on an SM, each with 1 KiB for the system
+        assert 2 * (own.smem_bytes + 2048) <= 228 * 1024
+        assert own.PACK * own.tokens == 64 and (heads[0] // heads[1]) % own.PACK == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "lists", "pack"),
+    [
+        *(((64, 4), 4, 16), ((64, 4), 64, None), ((24, 1), 1, 8), ((512, 2), 2, 64)),
+        *(((8, 1), 1, 8), ((4, 1), 1, None), ((7, 7), 1, None), ((96, 2), 1, 16)),
+    ],
+)
+def test_heads_that_are_copied_together(heads, lists, pack):
+    problem = dataclasses.replace(
+        PROBLEM, heads_q=heads[0], heads_kv=heads[1], lists=lists, backward=True
+    )
+    config = sparse_dkdv_sm90_config(problem)
+    assert (None if config is None else config.PACK) == pack
 
 
 @pytest.mark.parametrize("granularity", [64, 128])

@@ -8,10 +8,11 @@ queries near them, then those that chose their entry, which `masks.key_selection
 has listed. The roles of a program:
 
 - a producer warp gathers tiles of 64 rows, PACK query heads of some queries, by TMA: the heads of
-  one query are a box. For each row it leaves the index of the query, lse in base 2 and delta. Rows
-  that there are not have an lse of +inf, and gates are subtracted from lse: p is theirs already;
+  one query are a box;
+- another leaves the index of the query, lse in base 2 and delta of each row. Rows that there are
+  not have an lse of +inf, and the logarithm of a gate is subtracted: p then has it as a factor;
 - a consumer warp group multiplies as in `attention.sm90.backward_split`. Mask code runs where the
-  producer says that positions matter.
+  producers say that positions matter.
 
 Sums have one order, so that every run gives the same bits, and nothing is accumulated in memory.
 Two programs share an SM: one computes exponentials while the other multiplies. Called as part of
@@ -117,7 +118,7 @@ class ListSizes(NamedTuple):
 
 
 class DkdvShared(NamedTuple):
-    """What both roles share."""
+    """What all roles share."""
 
     k_smem: Any
     v_smem: Any
@@ -131,10 +132,9 @@ class DkdvShared(NamedTuple):
     heads: Any
 
 
-class DkdvProducer(NamedTuple):
-    """What only the producer reads."""
+class RowDescription(NamedTuple):
+    """What only the producer of terms reads."""
 
-    descs: RowDescriptors
     gate: Any
     gate_strides: Any
     terms: Any
@@ -204,7 +204,70 @@ def _tiles_between(begin, end, CFG: gl.constexpr):
     return (end - begin + CFG.tokens - 1) // CFG.tokens
 
 
-# Producer
+# Producers. Both wait until a stage is free; consumers wait for the copies and the terms.
+
+
+@gluon.jit
+def _copy_rows(descs, shared, tile, first_head, tokens, step, CFG: gl.constexpr):
+    """Start the copies of a tile of rows, the heads of the queries `tokens`, once a stage is free.
+
+    Tokens are counted through all packed sequences.
+    """
+    ring = shared.rows
+    stages: gl.constexpr = CFG.STAGES
+    d_copies: gl.constexpr = CFG.TILE_D // COLUMNS
+    dv_copies: gl.constexpr = CFG.TILE_DV // COLUMNS
+    count: gl.constexpr = CFG.tokens
+    copies: gl.constexpr = CFG.tokens * (CFG.TILE_D + CFG.TILE_DV) // COLUMNS
+    box: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CFG.PACK, COLUMNS], descs.q.dtype)
+    # columns of 64 lie one after the other in shared memory, and rows in each of them
+    q_shape: gl.constexpr = [stages * d_copies * count, CFG.PACK, COLUMNS]
+    dout_shape: gl.constexpr = [stages * dv_copies * count, CFG.PACK, COLUMNS]
+    q_boxes = reinterpret(ring.q, ring.q.dtype, q_shape, box)
+    dout_boxes = reinterpret(ring.dout, ring.dout.dtype, dout_shape, box)
+    batch = tile.batch if shared.cu_seqlens.q is None else 0
+    stage, phase = ring_place(step, CFG.STAGES)
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+    mbarrier.expect(full, copies * descs.q.block_type.nbytes)
+    for t in gl.static_range(count):
+        for i in gl.static_range(d_copies):
+            place = (batch, tokens[t], first_head, i * COLUMNS)
+            async_load(descs.q, place, full, q_boxes.index((stage * d_copies + i) * count + t))
+        for i in gl.static_range(dv_copies):
+            place = (batch, tokens[t], first_head, i * COLUMNS)
+            to = dout_boxes.index((stage * dv_copies + i) * count + t)
+            async_load(descs.dout, place, full, to)
+    return step + 1
+
+
+@gluon.jit
+def _produce_rows(descs, shared, CFG: gl.constexpr):
+    """Role of the first producer: fetch the keys, then tiles of the rows that see them."""
+    heads, most = shared.heads, shared.sizes.most
+    count: gl.constexpr = CFG.tokens
+    tile = _key_tile(shared, CFG)
+    place = tile_place(shared.cu_seqlens.kv, tile.batch, tile.kv_head, tile.kv_first, tile.kv_len)
+    mbarrier.expect(shared.kv_full, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
+    async_load(descs.k, tile_at(place, tile.kv_start), shared.kv_full, shared.k_smem.index(0))
+    async_load(descs.v, tile_at(place, tile.kv_start), shared.kv_full, shared.v_smem.index(0))
+    step = 0
+    first = tile.kv_head * heads.group
+    # rows past the end of a list repeat its last query
+    for first_head in range(first, first + heads.group, CFG.PACK):
+        for start in range(tile.near_lo, tile.near_hi, count):
+            tokens = ()
+            for t in gl.static_range(count):
+                one = tile.q_first + gl.minimum(start + t, tile.near_hi - 1)
+                tokens = tokens + (one,)  # noqa: RUF005
+            step = _copy_rows(descs, shared, tile, first_head, tokens, step, CFG)
+        listed = _list_of(shared, tile, first_head, CFG)
+        for start in range(listed.begin, listed.end, count):
+            tokens = ()
+            for t in gl.static_range(count):
+                one = gl.load(listed.places + gl.minimum(start + t, listed.end - 1)) // most
+                tokens = tokens + (one,)  # noqa: RUF005
+            step = _copy_rows(descs, shared, tile, first_head, tokens, step, CFG)
 
 
 @gluon.jit
@@ -229,134 +292,80 @@ def _flags(shared, tile, first, last, near: gl.constexpr):
 
 
 @gluon.jit
-def _send(
-    produce, shared, tile, first_head, tokens, token, real, gate, flags, step, CFG: gl.constexpr
-):
-    """Start the copies of a tile of rows, once a stage is free, and leave its terms.
+def _describe_rows(
+    describe, shared, tile, first_head, token, real, gate, step, NEAR_KEYS: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Leave the terms of a tile of rows, once a stage is free.
 
-    `tokens` are the queries of the tile, counted through all packed sequences; `token`, `real` and
-    `gate` those of each row, whether there is such a row, and its gate or None.
+    `token`, `real` and `gate` are the query of each row within its sequence, whether there is such
+    a row, and its gate or None.
     """
-    ring, descs = shared.rows, produce.descs
-    per_thread: gl.constexpr = ROWS // 32
-    row = gl.arange(0, ROWS, gl.BlockedLayout([per_thread], [32], [1], [0]))
+    ring = shared.rows
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    packed = shared.cu_seqlens.q
-    head = first_head + row % CFG.PACK
-    stride = produce.lse_head_stride
-    at = row_offsets(head, token, tile.batch, shared.heads.q, stride, packed)
-    lse = gl.load(produce.terms.lse + at, real, other=-float("inf"))
-    delta = gl.load(produce.terms.delta + at, real, other=0.0)
-    stage, phase = ring_place(step, CFG.STAGES)
-    full = ring.full.index(stage)
-    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-    d_copies: gl.constexpr = CFG.TILE_D // COLUMNS
-    dv_copies: gl.constexpr = CFG.TILE_DV // COLUMNS
-    count: gl.constexpr = CFG.tokens
-    copies: gl.constexpr = count * (d_copies + dv_copies)
-    box: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CFG.PACK, COLUMNS], descs.q.dtype)
-    mbarrier.expect(full, copies * descs.q.block_type.nbytes)
-    batch = tile.batch if packed is None else 0
-    # columns of 64 lie one after the other in shared memory, and rows in each of them
-    q_boxes = reinterpret(
-        ring.q, ring.q.dtype, [CFG.STAGES * d_copies * count, CFG.PACK, COLUMNS], box
-    )
-    dout_boxes = reinterpret(
-        ring.dout, ring.dout.dtype, [CFG.STAGES * dv_copies * count, CFG.PACK, COLUMNS], box
-    )
-    for t in gl.static_range(count):
-        for i in gl.static_range(d_copies):
-            place = (batch, tokens[t], first_head, i * COLUMNS)
-            async_load(descs.q, place, full, q_boxes.index((stage * d_copies + i) * count + t))
-        for i in gl.static_range(dv_copies):
-            place = (batch, tokens[t], first_head, i * COLUMNS)
-            box_at = dout_boxes.index((stage * dv_copies + i) * count + t)
-            async_load(descs.dout, place, full, box_at)
+    row = _row_numbers()
+    at = row_offsets(
+        first_head + row % CFG.PACK, tile.q_first + token, tile.batch, shared.heads.q,
+        describe.lse_head_stride, shared.cu_seqlens.q,
+    )  # fmt: skip
+    lse = gl.load(describe.terms.lse + at, real, other=-float("inf"))
+    delta = gl.load(describe.terms.delta + at, real, other=0.0)
+    # queries ascend
+    first = gl.min(gl.where(real, token, OPEN), 0)
+    flags = _flags(shared, tile, first, gl.max(gl.where(real, token, 0), 0), NEAR_KEYS)
     shift = shift_of_rows(lse)
     if gate is not None:
         # p is exp2(s - shift) times the gate; a gate of 0 has a shift of +inf
         shift = gl.where(gate > 0.0, shift - gl.log2(gl.where(gate > 0.0, gate, 1.0)), float("inf"))
+    stage, phase = ring_place(step, CFG.STAGES)
+    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
     ring.shift.index(stage).store(shift)
     ring.delta.index(stage).store(delta)
-    ring.index.index(stage).store(token - tile.q_first)
+    ring.index.index(stage).store(token)
     ring.flags.index(stage).store(gl.full([1], 0, gl.int32, lane) + flags)
     # the one thread that arrives does not wait for the stores of the others
     thread_barrier()
-    mbarrier.arrive(full, count=1)
+    mbarrier.arrive(ring.full.index(stage), count=1)
     return step + 1
 
 
 @gluon.jit
-def _send_near(produce, shared, tile, first_head, step, CFG: gl.constexpr):
-    """Send the queries near a program's keys; return the next step."""
+def _row_numbers():
+    """Rows of a tile, held by one warp."""
     per_thread: gl.constexpr = ROWS // 32
-    row = gl.arange(0, ROWS, gl.BlockedLayout([per_thread], [32], [1], [0]))
-    count: gl.constexpr = CFG.tokens
-    for start in range(tile.near_lo, tile.near_hi, count):
-        last = tile.near_hi - 1
-        tokens = ()
-        for t in gl.static_range(count):
-            tokens = tokens + (tile.q_first + gl.minimum(start + t, last),)  # noqa: RUF005
-        token = start + row // CFG.PACK
-        real = exists(token, tile.near_hi)
-        token = tile.q_first + gl.where(real, token, last)
-        flags = _flags(shared, tile, start, gl.minimum(start + count - 1, last), True)
-        step = _send(
-            produce, shared, tile, first_head, tokens, token, real, None, flags, step, CFG
-        )  # fmt: skip
-    return step
+    return gl.arange(0, ROWS, gl.BlockedLayout([per_thread], [32], [1], [0]))
 
 
 @gluon.jit
-def _send_chosen(produce, shared, tile, first_head, step, CFG: gl.constexpr):
-    """Send the queries that chose a program's entry; return the next step."""
-    per_thread: gl.constexpr = ROWS // 32
-    row = gl.arange(0, ROWS, gl.BlockedLayout([per_thread], [32], [1], [0]))
+def _produce_terms(describe, shared, CFG: gl.constexpr):
+    """Role of the second producer: lse, delta and index of each row, in the order of the first."""
+    heads, most = shared.heads, shared.sizes.most
     count: gl.constexpr = CFG.tokens
-    most = shared.sizes.most
-    listed = _list_of(shared, tile, first_head, CFG)
-    last = listed.end - 1
-    in_tile = row // CFG.PACK
-    ahead = gl.load(listed.places + listed.begin + in_tile, listed.begin + in_tile <= last, other=0)
-    for start in range(listed.begin, listed.end, count):
-        place = ahead
-        real = start + in_tile <= last
-        # also brings what is read below one step later
-        after = start + count + in_tile
-        ahead = gl.load(listed.places + after, after <= last, other=0)
-        tokens = ()
-        for t in gl.static_range(count):
-            one = gl.load(listed.places + gl.minimum(start + t, last)) // most
-            tokens = tokens + (one,)  # noqa: RUF005
-        token = gl.where(real, place // most, tile.q_first)
-        gate = None
-        if produce.gate is not None:
-            list_head = first_head // shared.heads.per_list
-            at = offsets_of(tile.batch, list_head, token, produce.gate_strides) + place % most
-            gate = gl.load(produce.gate + at, real, other=1.0).to(gl.float32)
-        # a block's queries ascend
-        first_token, last_token = tokens[0] - tile.q_first, tokens[count - 1] - tile.q_first
-        flags = _flags(shared, tile, first_token, last_token, False)
-        step = _send(
-            produce, shared, tile, first_head, tokens, token, real, gate, flags, step, CFG
-        )  # fmt: skip
-    return step
-
-
-@gluon.jit
-def _produce(produce, shared, CFG: gl.constexpr):
-    """Role of the producer: fetch the keys, then tiles of the rows that see them."""
-    descs, heads = produce.descs, shared.heads
+    in_tile = _row_numbers() // CFG.PACK
     tile = _key_tile(shared, CFG)
-    place = tile_place(shared.cu_seqlens.kv, tile.batch, tile.kv_head, tile.kv_first, tile.kv_len)
-    mbarrier.expect(shared.kv_full, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
-    async_load(descs.k, tile_at(place, tile.kv_start), shared.kv_full, shared.k_smem.index(0))
-    async_load(descs.v, tile_at(place, tile.kv_start), shared.kv_full, shared.v_smem.index(0))
     step = 0
     first = tile.kv_head * heads.group
     for first_head in range(first, first + heads.group, CFG.PACK):
-        step = _send_near(produce, shared, tile, first_head, step, CFG)
-        step = _send_chosen(produce, shared, tile, first_head, step, CFG)
+        for start in range(tile.near_lo, tile.near_hi, count):
+            real = exists(start + in_tile, tile.near_hi)
+            token = gl.where(real, start + in_tile, 0)
+            step = _describe_rows(
+                describe, shared, tile, first_head, token, real, None, step, True, CFG
+            )  # fmt: skip
+        listed = _list_of(shared, tile, first_head, CFG)
+        for start in range(listed.begin, listed.end, count):
+            real = exists(start + in_tile, listed.end)
+            place = gl.load(listed.places + start + in_tile, real, other=0)
+            token = gl.where(real, place // most - tile.q_first, 0)
+            gate = None
+            if describe.gate is not None:
+                list_head = first_head // heads.per_list
+                of_token = tile.q_first + token
+                at = offsets_of(tile.batch, list_head, of_token, describe.gate_strides)
+                gate = gl.load(describe.gate + at + place % most, real, other=1.0).to(gl.float32)
+            step = _describe_rows(
+                describe, shared, tile, first_head, token, real, gate, step, False, CFG
+            )  # fmt: skip
 
 
 # Consumer
@@ -393,14 +402,22 @@ def _step(dk, dv, step, tile, score, shared, CFG: gl.constexpr):
     k, v = shared.k_smem.index(zero_of(step)), shared.v_smem.index(zero_of(step))
     s_started = start_products(k, ring.q, step, CFG.TILE_D, CFG)
     dp_started = start_products(v, ring.dout, step, CFG.TILE_DV, CFG)
-    flags = gl.max(ring.flags.index(stage).load(group), 0)
-    shift = ring.shift.index(stage).load(columns)[None, :]
+    # capped scores leave no registers to load terms while the products are under way
+    early: gl.constexpr = score.inverse_cap is None
+    if early:
+        shift = ring.shift.index(stage).load(columns)[None, :]
     s = warpgroup_mma_wait(1, deps=(s_started,))
+    if not early:
+        shift = ring.shift.index(stage).load(columns)[None, :]
+    flags = gl.max(ring.flags.index(stage).load(group), 0)
     p, capped = probabilities(s, None, shift, score)
     if (flags & EDGE) != 0:
         p = _hide(p, shared, tile, stage, flags, CFG)
-    delta = ring.delta.index(stage).load(columns)[None, :]
+    if early:
+        delta = ring.delta.index(stage).load(columns)[None, :]
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    if not early:
+        delta = ring.delta.index(stage).load(columns)[None, :]
     ds = score_gradients(p, capped, dp, delta, score)
     p = gl.convert_layout(p.to(dtype), p_layout)
     ds = gl.convert_layout(ds.to(dtype), ds_layout)
@@ -490,7 +507,7 @@ def _sparse_attn_dkdv_sm90_kernel(
     index = gl.allocate_shared_memory(gl.int32, [stages, ROWS], flat)
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], flat)
     kv_full = barriers(1, 1).index(0)
-    # the producer arrives with the bytes of the copies, and once more behind the terms of rows
+    # one producer arrives with the bytes of its copies, the other behind the terms of rows
     full, empty = barriers(stages, 2), barriers(stages, 1)
     fence_async_shared()
 
@@ -503,15 +520,16 @@ def _sparse_attn_dkdv_sm90_kernel(
         k_smem, v_smem, kv_full, rows, queries, first_blocks_ptr, cu_seqlens, sizes, heads
     )
     descs = RowDescriptors(q_desc, dout_desc, k_desc, v_desc)
-    produce = DkdvProducer(descs, gate_ptr, strides.gate, terms, lse_head_stride)
-    # the first role runs in the warps of the launch, the other in a warp of its own
+    describe = RowDescription(gate_ptr, strides.gate, terms, lse_head_stride)
+    # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [
             (_consume, (gradients, strides, score, shared, CFG)),
-            (_produce, (produce, shared, CFG)),
+            (_produce_rows, (descs, shared, CFG)),
+            (_produce_terms, (describe, shared, CFG)),
         ],
-        [1],
-        [producer_registers],
+        [1, 1],
+        [producer_registers, producer_registers],
     )
 
 

@@ -34,6 +34,7 @@ from ...attention.sm90.forward_stages import (
 from ...calls.sparse_attention import SparseBackwardCall
 from ...core.compat import hopper_options
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
+from ...device.gluon.partials import rows_of
 from ...device.gluon.pipeline import ring, ring_place, take, tiles, work_channel
 from ...device.gluon.warps import shared_address
 from ...device.masks import position, row_bounds
@@ -92,8 +93,6 @@ class OwnRows(NamedTuple):
     delta: Any
     limits: Any
     near: Any
-    gate_row: Any
-    """Where the row's shares of dgate begin."""
 
 
 @gluon.jit
@@ -119,32 +118,35 @@ def _own_rows(consume, shared, tile, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_pos = position(own.token, tile.q_len, tile.kv_len)
     limits = row_bounds(q_pos, tile.kv_len, OPEN, sizes.limit_right)
     near = row_bounds(q_pos, tile.kv_len, sizes.near_left, sizes.near_right)
-    gate_row = row_offsets(own.head, token, tile.batch, heads.q, consume.num_tokens, packed)
-    return OwnRows(
-        q[0], dout[0].load(operand), shift_of_rows(lse), delta, limits, near,
-        gate_row * sizes.most,
-    )  # fmt: skip
+    return OwnRows(q[0], dout[0].load(operand), shift_of_rows(lse), delta, limits, near)
 
 
 @gluon.jit
-def _gate_step(r, capped, dp, dgate, weights, cursors, own, note, consume, CFG: gl.constexpr):
-    """ds of a gated KV tile, and the sums of dgate over the tiles of an entry so far."""
-    score = consume.score
+def _add_gates(
+    r, dp, dgate, cursors, own, note, tile, consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr
+):
+    """Add a KV tile to the gradients of an entry's gate; store them with its last tile."""
     change = gl.sum(r * (dp - own.delta[:, None]), 1)
     dgate = gl.where(note.start % CFG.BLOCK_KV == 0, change, dgate + change)
     if consume.gradients.dgate is not None:
+        row = GROUP * ROWS + rows_of(r)
+        rows = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+        # [B, Hq, T, K], or packed [Hq, T, K]; found in each step, as registers are scarce
+        at = row_offsets(
+            rows.head, tile.q_first + rows.token, tile.batch, shared.heads.q, consume.num_tokens,
+            shared.cu_seqlens.q,
+        )  # fmt: skip
+        place = consume.gradients.dgate + at * shared.sizes.most + cursors
         ends = (note.start + CFG.TILE_N) % CFG.BLOCK_KV == 0
-        place = consume.gradients.dgate + own.gate_row + cursors
         gl.store(place, dgate, ends & (cursors >= 0))
-    ds = score_gradients(r, capped, dp, own.delta[:, None], score)
-    # r of an entry with gate 0 may be inf
-    return gl.where((weights > 0.0)[:, None], ds * weights[:, None], 0.0), dgate
+    return dgate
 
 
 @gluon.jit
 def _step(
-    own, consume, shared, stages, note, held, dq, ds, dgate, GROUP: gl.constexpr, CFG: gl.constexpr
-):
+    own, consume, shared, stages, tile, note, held, dq, ds, dgate,
+    GROUP: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
     """Take in the KV tile of `note`; return dq, ds of this tile, and sums of dgate.
 
     `ds` is that of the tile at step `held`, whose product with its keys is computed meanwhile; None
@@ -182,9 +184,13 @@ def _step(
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
     free_stage(stages, stage, EMPTY_V, CFG)
     if CFG.GATE:
-        ds, dgate = _gate_step(p, capped, dp, dgate, weights, cursors, own, note, consume, CFG)
-    else:
-        ds = score_gradients(p, capped, dp, own.delta[:, None], score)
+        dgate = _add_gates(
+            p, dp, dgate, cursors, own, note, tile, consume, shared, GROUP, CFG
+        )  # fmt: skip
+    ds = score_gradients(p, capped, dp, own.delta[:, None], score)
+    if CFG.GATE:
+        # p of an entry with gate 0 may be inf
+        ds = gl.where((weights > 0.0)[:, None], ds * weights[:, None], 0.0)
     return dq, gl.convert_layout(ds.to(stages.k.dtype), ds_layout), dgate
 
 
@@ -206,13 +212,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         # keep a stage while the tiles of others pass.
         while note.used != 0:
             dq, ds, dgate = _step(
-                own, consume, shared, stages, note, 0, dq, None, dgate, GROUP, CFG
+                own, consume, shared, stages, tile, note, 0, dq, None, dgate, GROUP, CFG
             )
             held = note.step
             note = note_at(shared, stages, held + 1, goes_on(note), GROUP, CFG)
             while note.used != 0:
                 dq, ds, dgate = _step(
-                    own, consume, shared, stages, note, held, dq, ds, dgate, GROUP, CFG
+                    own, consume, shared, stages, tile, note, held, dq, ds, dgate, GROUP, CFG
                 )
                 held = note.step
                 note = note_at(shared, stages, held + 1, goes_on(note), GROUP, CFG)

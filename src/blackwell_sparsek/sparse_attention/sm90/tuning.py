@@ -197,8 +197,9 @@ def sparse_dq_sm90_config(problem: SparseAttnProblem) -> SparseDqSm90Config:
         SLICE_DV=tile_dv,
         STAGES=min(4, (SMEM_BYTES - 2048 - 2 * rows * (tile_d + tile_dv)) // stage),
         BLOCK_KV=problem.granularity,
-        CONSUMER_REGISTERS=224,
-        PRODUCER_REGISTERS=56,
+        # nothing spills without gates; with gates and a cap, what does is outside of the products
+        CONSUMER_REGISTERS=232 if problem.gate else 224,
+        PRODUCER_REGISTERS=40 if problem.gate else 56,
         MAX_REGISTERS=168,
         PACK=heads_per_tile(problem, rows),
         HEAD_DIM=problem.head_dim,

@@ -60,14 +60,15 @@ def _selection(lists: int, entries: int, size: int) -> KeySelection:
 
 
 def _call(name: str, options: str = "") -> SparseAttentionCall:
-    """A call of a geometry; `options` is "", "gated" or "packed"."""
+    """A call of a geometry; `options` is "", "gated" (and capped), "weighted" or "packed"."""
     dtype, heads, kv_heads, dim, entries, size = GEOMETRIES[name]
     chosen = _selection(kv_heads, entries, size)
     more: dict[str, Any] = {}
     by_head = (heads, kv_heads, kv_heads)
     shapes = [[1, n, TOKENS, dim] for n in by_head]
-    if options == "gated":
+    if options in ("gated", "weighted"):
         more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
+    if options == "gated":
         more["sinks"] = meta(heads, dtype=torch.float32)
         more["softcap"] = 30.0
     if options == "packed":
@@ -180,13 +181,20 @@ def sparse_attention_sm90_cases() -> Iterator[CompileCase]:
         )  # fmt: skip
 
 
+SM90_BACKWARD_CASES = (
+    ("msa", ""),
+    ("nsa", ""),
+    ("nsa", "weighted"),
+    ("nsa", "gated"),
+    ("narrow", "gated"),
+)
 SM90_KERNELS = {"dq": _sparse_attn_dq_sm90_kernel, "dkdv": _sparse_attn_dkdv_sm90_kernel}
 
 
 @compile_cases
 def sparse_attention_backward_sm90_cases() -> Iterator[CompileCase]:
     """The same of the gradients, up to 128 columns."""
-    for name, options in (("msa", ""), ("nsa", ""), ("nsa", "gated"), ("narrow", "gated")):
+    for name, options in SM90_BACKWARD_CASES:
         call = _backward(_call(name, options))
         for kind, kernel in SM90_KERNELS.items():
             label = "-".join(filter(None, (name, options)))
