@@ -188,6 +188,14 @@ SM90_BACKWARD_CASES = (
     ("nsa", "gated"),
     ("narrow", "gated"),
 )
+# What producers and a consumer keep besides their loops; with a cap also what the loop of dk and dv
+# needs of capped scores, and with gates a little of dq's.
+SM90_BACKWARD_SPILLS = {
+    ("dkdv", ""): 288,
+    ("dkdv", "weighted"): 288,
+    ("dkdv", "gated"): 1024,
+    ("dq", "gated"): 160,
+}
 SM90_KERNELS = {"dq": _sparse_attn_dq_sm90_kernel, "dkdv": _sparse_attn_dkdv_sm90_kernel}
 
 
@@ -201,4 +209,5 @@ def sparse_attention_backward_sm90_cases() -> Iterator[CompileCase]:
             yield launched_case(
                 f"sparse_attn_{kind}_sm90/{label}", backward_sm90, call, kernel=kernel, archs=(90,),
                 expect={"wgmma.mma_async": 1},
+                max_spill_bytes=SM90_BACKWARD_SPILLS.get((kind, options), 0),
             )  # fmt: skip
