@@ -169,14 +169,20 @@ def _key_tile(shared, CFG: gl.constexpr):
     sizes, heads = shared.sizes, shared.heads
     kv_heads = heads.q // heads.group
     program = gl.program_id(0)
-    batch = program // sizes.num_tiles // kv_heads
-    kv_head = program // sizes.num_tiles % kv_heads
-    kv_start = program % sizes.num_tiles * ROWS
+    # The first entry of every head comes first: many queries choose it. The others go head by head,
+    # so that programs which run together find each other's queries in the L2.
+    heads_of_all = gl.num_programs(0) // sizes.num_tiles
+    early = gl.minimum(CFG.BLOCK_KV // ROWS, sizes.num_tiles)
+    others = gl.maximum(sizes.num_tiles - early, 1)
+    later = program - heads_of_all * early
+    is_early = later < 0
+    number = gl.where(is_early, program // early, later // others)
+    batch, kv_head = number // kv_heads, number % kv_heads
+    kv_start = gl.where(is_early, program % early, early + later % others) * ROWS
     q_first, q_len = token_span(shared.cu_seqlens.q, batch, sizes.q_len)
     kv_first, kv_len = token_span(shared.cu_seqlens.kv, batch, sizes.kv_len)
-    lo, hi = q_range(
-        kv_start, kv_start + ROWS, q_len, kv_len, sizes.near_left, sizes.near_right
-    )  # fmt: skip
+    sides = (sizes.near_left, sizes.near_right)
+    lo, hi = q_range(kv_start, kv_start + ROWS, q_len, kv_len, *sides)
     hi = gl.where(sizes.near_left < 0, lo, gl.maximum(hi, lo))
     return KeyTile(batch, kv_head, kv_start, q_first, q_len, kv_first, kv_len, lo, hi)
 
