@@ -142,7 +142,8 @@ def sparse_attention(
         Taken for symmetry with `attention`: every implementation is deterministic.
     impl : str
         `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
-        from the backward of that name, of which `sm90` has none yet.
+        from the backward of that name; that of `sm90` has head dimensions up to 128, and takes the
+        portable kernel for dk and dv where fewer than eight query heads share a list.
 
     Returns
     -------

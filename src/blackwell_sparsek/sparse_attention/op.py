@@ -20,12 +20,11 @@ from ..calls.sparse_attention import (
 )
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
 from .sm90 import tuning as sm90
-from .sm90.latent_tuning import is_latent
 from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
@@ -35,17 +34,17 @@ def _everything(problem: SparseAttnProblem) -> str | None:
     return None
 
 
-def _new_latent(problem: SparseAttnProblem) -> str | None:
-    return not_run_yet(problem) if is_latent(problem) else None
-
-
 forward_dispatch: Dispatcher = Dispatcher("sparse_attn_fwd")
 backward_dispatch: Dispatcher = Dispatcher("sparse_attn_bwd")
 forward_dispatch.register(
     "sm90",
     sm90.why_not,
     "blackwell_sparsek.sparse_attention.sm90.latent:forward",
-    auto_passes=_new_latent,
+)
+backward_dispatch.register(
+    "sm90",
+    sm90.why_not,
+    "blackwell_sparsek.sparse_attention.sm90.backward:backward",
 )
 for _dispatch, _name in ((forward_dispatch, "forward"), (backward_dispatch, "backward")):
     _dispatch.register(

@@ -181,7 +181,7 @@ def test_the_next_call_under_a_graph():
     assert torch.equal(out, expected)
 
 
-def test_auto_takes_it_and_gradients_come_from_the_portable_kernels():
+def test_auto_takes_it_for_outputs_and_gradients():
     problem = problems.dense(**{**BASE, "lengths": (70, 300), "sinks": True, "gate": True})
     arguments, options = problem
     assert bsk.explain(bsk.sparse_attention, *arguments, **options).chosen == "sm90"

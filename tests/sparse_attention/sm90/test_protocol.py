@@ -1,4 +1,4 @@
-"""The order of copies, notes and releases of the Hopper forward, with roles that run at any speed.
+"""The order of copies, notes and releases of the Hopper kernels, with roles that run at any speed.
 
 A model of `_send` and `_consume`: rings of K and V with a full and an empty barrier for each stage.
 Every role is a generator that yields while it waits; a schedule in which all of them wait is a
@@ -119,6 +119,37 @@ class Program:
                 yield from self.values(held, group)
 
 
+class DqProgram(Program):
+    """As `dq.py`: values are freed with their scores, keys with the product of the next step."""
+
+    def consume(self, group, hold=False):
+        step = 0
+        for _ in self.work:
+            note = yield from self.note(step, True, group)
+            step, note = yield from self.next_used(step, note, group)
+            held = None
+            while note[0]:
+                keys = self.k.held[self.place(step)[0]]
+                yield from self.values(step, group)
+                if held is not None:
+                    self.free_keys(*held)
+                held = step, keys
+                step += 1
+                note = yield from self.note(step, not note[1], group)
+                if not note[0]:
+                    if not hold:
+                        self.free_keys(*held)
+                        held = None
+                    step, note = yield from self.next_used(step, note, group)
+            if held is not None:
+                self.free_keys(*held)
+
+    def free_keys(self, step, keys):
+        stage, _ = self.place(step)
+        assert self.k.held[stage] == keys, "keys were overwritten before they were read"
+        self.k.empty[stage].arrive()
+
+
 def run(program, rng, *, hold=False):
     """Whether all roles end, with turns in random order."""
     roles = [program.produce(), *(program.consume(g, hold) for g in range(CONSUMERS))]
@@ -152,11 +183,14 @@ def draw(rng):
     ]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [*((Program, n) for n in (1, 2, 3, 4)), *((DqProgram, n) for n in (2, 3, 4))],
+)
 @pytest.mark.parametrize("seed", range(40))
-def test_every_consumer_attends_to_its_tiles_in_order(seed, stages):
+def test_every_consumer_attends_to_its_tiles_in_order(seed, kind, stages):
     rng = random.Random(seed)
-    program = Program(draw(rng), stages)
+    program = kind(draw(rng), stages)
     assert run(program, rng), "a deadlock"
     for group in range(CONSUMERS):
         expected = [
@@ -171,5 +205,11 @@ def test_every_consumer_attends_to_its_tiles_in_order(seed, stages):
 def test_the_model_finds_a_deadlock():
     """A product that is held back while other tiles pass keeps the stage that they need."""
     work = [[{0, 1}, {1}, {1}, {1}, {0, 1}]]
-    assert run(Program(work, 2), random.Random(0))
-    assert not run(Program(work, 2), random.Random(0), hold=True)
+    for kind in (Program, DqProgram):
+        assert run(kind(work, 2), random.Random(0))
+        assert not run(kind(work, 2), random.Random(0), hold=True)
+
+
+def test_dq_needs_two_stages():
+    """The keys of a tile are held until those of the next have come."""
+    assert not run(DqProgram([[{0}, {0}]], 1), random.Random(0))

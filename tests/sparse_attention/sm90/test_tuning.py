@@ -1,4 +1,4 @@
-"""Which problems the Hopper forward takes, and whether its tiles fit."""
+"""Which problems the Hopper kernels take, and whether their tiles fit."""
 
 import dataclasses
 
@@ -12,7 +12,12 @@ from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.sparse_attention.op import backward_dispatch, forward_dispatch
 from blackwell_sparsek.sparse_attention.sm90 import tuning
 from blackwell_sparsek.sparse_attention.sm90.latent_tuning import sparse_latent_config
-from blackwell_sparsek.sparse_attention.sm90.tuning import sparse_attn_sm90_config, unsupported
+from blackwell_sparsek.sparse_attention.sm90.tuning import (
+    sparse_attn_sm90_config,
+    sparse_dkdv_sm90_config,
+    sparse_dq_sm90_config,
+    unsupported,
+)
 
 PROBLEM = SparseAttnProblem(
     arch=Arch("cuda", 90, 132, 232448, False),
@@ -80,10 +85,58 @@ def test_what_auto_takes(changed, chosen, reason, monkeypatch):
     assert reason is None or reason in decision.reasons["sm90"]
 
 
-def test_gradients_come_from_the_portable_kernels():
-    decision = backward_dispatch.decide("auto", dataclasses.replace(PROBLEM, backward=True))
-    assert decision.chosen == "triton"
-    assert decision.reasons["sm90"] == "sparse_attn_bwd has no sm90 implementation"
+def test_auto_takes_the_kernels_for_gradients(monkeypatch):
+    monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
+    problem = dataclasses.replace(PROBLEM, backward=True)
+    assert backward_dispatch.decide("auto", problem).chosen == "sm90"
+
+
+def test_gradients_of_wide_heads_are_refused():
+    given = unsupported(dataclasses.replace(PROBLEM, backward=True, head_dim=136))
+    assert given == "needs head dimensions up to 128 in steps of 8, got 136 and 128"
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("granularity", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (64, 128), (128, 8)])
+@pytest.mark.parametrize("heads", [(1, 1), (64, 4), (24, 2), (7, 1), (512, 1)])
+def test_tiles_of_gradients_fit(granularity, dims, heads, gate):
+    problem = dataclasses.replace(
+        PROBLEM,
+        granularity=granularity,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        lists=heads[1],
+        gate=gate,
+        backward=True,
+    )
+    config = sparse_dq_sm90_config(problem)
+    assert config.tile_bytes + 4 * 8 * config.barrier_room <= 226 * 1024
+    # a consumer holds the keys of one stage while it waits for those of the next
+    assert config.STAGES >= 2 and granularity % config.TILE_N == 0
+    assert config.PACK * config.tile_t <= config.tile_m and config.tile_t >= 1
+    own = sparse_dkdv_sm90_config(problem)
+    if own is not None:
+        # two programs on an SM, each with 1 KiB for the system
+        assert 2 * (own.smem_bytes + 2048) <= 228 * 1024
+        assert own.PACK * own.tokens == 64 and (heads[0] // heads[1]) % own.PACK == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "lists", "pack"),
+    [
+        *(((64, 4), 4, 16), ((64, 4), 64, None), ((24, 1), 1, 8), ((512, 2), 2, 64)),
+        *(((8, 1), 1, 8), ((4, 1), 1, None), ((7, 7), 1, None), ((96, 2), 1, 16)),
+    ],
+)
+def test_heads_that_are_copied_together(heads, lists, pack):
+    problem = dataclasses.replace(
+        PROBLEM, heads_q=heads[0], heads_kv=heads[1], lists=lists, backward=True
+    )
+    config = sparse_dkdv_sm90_config(problem)
+    assert (None if config is None else config.PACK) == pack
 
 
 @pytest.mark.parametrize("granularity", [64, 128])
@@ -140,12 +193,12 @@ def test_which_latent_problems_the_kernel_takes(changed, reason):
     assert given is None if reason is None else reason in given
 
 
-def test_auto_passes_over_latent_problems_until_they_have_run(monkeypatch):
+def test_auto_takes_the_kernel_for_latent_problems(monkeypatch):
     monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
-    decision = forward_dispatch.decide("auto", LATENT)
-    assert decision.chosen == "triton"
-    assert "has not run on a GPU yet" in decision.reasons["sm90"]
-    assert forward_dispatch.decide("sm90", LATENT).chosen == "sm90"
+    assert forward_dispatch.decide("auto", LATENT).chosen == "sm90"
+    # gradients of latent heads have no kernel at all
+    given = unsupported(dataclasses.replace(LATENT, backward=True))
+    assert given is not None and "gradients" in given
 
 
 @pytest.mark.parametrize(("heads", "pack"), [(128, 64), (64, 64), (96, 48), (16, 16), (7, 7)])

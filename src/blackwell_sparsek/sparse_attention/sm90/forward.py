@@ -32,7 +32,6 @@ from ...attention.operands import score_factors, token_strides
 from ...attention.sm90.forward_stages import (
     EMPTY_K,
     EMPTY_V,
-    FULL_K,
     FULL_V,
     SLACK,
     KvStages,
@@ -50,7 +49,7 @@ from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
-from ...device.gluon.partials import columns_of, rows_of
+from ...device.gluon.partials import rows_of
 from ...device.gluon.pipeline import (
     ring,
     ring_place,
@@ -67,9 +66,9 @@ from ...device.gluon.row_parts import (
     scale_rows,
 )
 from ...device.gluon.warps import shared_address
-from ...device.masks import not_after, position, row_bounds, within_bounds
+from ...device.masks import position, row_bounds
 from ...device.records import CuSeqlens, Score, Strides
-from ...device.scores import cap, fold_sign
+from ...device.scores import cap, positive_factor
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
 from ...launch.descriptors import packed_descriptor, tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
@@ -79,14 +78,12 @@ from ..triton.walk import (
     head_counts,
     list_arguments,
     local_sides,
-    offsets_of,
+    row_offsets,
     rows_of_tile,
 )
+from .notes import goes_on, next_used, note_at, put_rows, row_weights, visible_keys, write_rows
 from .producer import (
-    FIRST_USER,
-    LAST,
     MASKED,
-    NEAR,
     NOTE_WORDS,
     ROWS,
     WORK_FIELDS,
@@ -114,18 +111,6 @@ class SparseConsumer(NamedTuple):
     q_tiles: Any
 
 
-class Note(NamedTuple):
-    """What a consumer knows of the KV tile at `step`."""
-
-    step: Any
-    start: Any
-    flags: Any
-    used: Any
-    """Whether the consumer has a row with these keys."""
-    there: Any
-    """Whether the work tile has such a KV tile at all."""
-
-
 class RowState(NamedTuple):
     """Of a consumer's rows: queries in shared memory, keys that they see, and factors of scores."""
 
@@ -136,79 +121,10 @@ class RowState(NamedTuple):
 
 
 @gluon.jit
-def _put_queries(consume, tile, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Load this consumer's rows into shared memory; return slices and the factor of scores."""
-    dim: gl.constexpr = CFG.SLICE_D
-    slices: gl.constexpr = CFG.d_slices
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
-    row = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
-    at = offsets_of(tile.batch, own.head, tile.q_first + own.token, consume.q_strides)
-    factor = consume.score.factor
-    held = ()
-    for i in gl.static_range(slices):
-        offs_d = i * dim + gl.arange(0, dim, gl.SliceLayout(0, layout))
-        live = own.real[:, None] & (offs_d < CFG.HEAD_DIM)[None, :]
-        q = gl.load(consume.q_ptr + at[:, None] + offs_d[None, :], live, other=0.0)
-        q, factor = fold_sign(q, consume.score.factor)
-        q_tile = consume.q_tiles.index(GROUP * slices + i)
-        q_tile.store(q)
-        held = held + (q_tile,)  # noqa: RUF005
-    fence_async_shared()
-    return held, factor
-
-
-@gluon.jit
-def _note_at(shared, stages, step, there, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The `Note` of the KV tile at `step`, once its keys have come."""
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    start = step - step
-    flags = start
-    if there != 0:
-        stage, phase = ring_place(step, CFG.STAGES)
-        await_stage(stages, stage, phase, FULL_K, CFG)
-        start = gl.max(shared.notes.words.index(stage * NOTE_WORDS).load(group), 0)
-        flags = gl.max(shared.notes.words.index(stage * NOTE_WORDS + 1).load(group), 0)
-    return Note(step, start, flags, (flags >> (FIRST_USER + GROUP)) & 1, there)
-
-
-@gluon.jit
-def _goes_on(note):
-    """1 if the work tile has another KV tile after this one."""
-    return gl.where((note.there != 0) & ((note.flags & LAST) == 0), 1, 0)
-
-
-@gluon.jit
-def _next_used(shared, stages, note, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Free KV tiles from `note` on unread until one has keys of this consumer's rows."""
-    step, start, flags, used, there = note
-    while (there != 0) & (used == 0):
-        stage, phase = ring_place(step, CFG.STAGES)
-        free_stage(stages, stage, EMPTY_K, CFG)
-        await_stage(stages, stage, phase, FULL_V, CFG)
-        free_stage(stages, stage, EMPTY_V, CFG)
-        there = gl.where((flags & LAST) == 0, 1, 0)
-        step, start, flags, used, there = _note_at(shared, stages, step + 1, there, GROUP, CFG)
-    return Note(step, start, flags, used, there)
-
-
-@gluon.jit
-def _row_weights(shared, stage, layout: gl.constexpr, GROUP: gl.constexpr):
-    """The weight of each of this consumer's rows for the KV tile in a stage."""
-    return shared.notes.weights.index(stage).slice(GROUP * ROWS, ROWS, dim=0).load(layout)
-
-
-@gluon.jit
 def _mask(s, row_sum, weights, note, rows, CFG: gl.constexpr):
     """Scores, -inf where a row does not see a key; sums of rows whose weight is NaN are NaN."""
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
     part_rows: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    kv_pos = note.start + gl.arange(0, CFG.TILE_N, columns)
-    limits, near = rows.limits, rows.near
-    is_near = within_bounds(kv_pos[None, :], near.first[:, None], near.last[:, None])
-    wanted = gl.where((note.flags & NEAR) != 0, 1, 0)
-    visible = (is_near.to(gl.int32) == wanted) & (weights > 0.0)[:, None]
-    visible = visible & not_after(kv_pos[None, :], limits.last[:, None])
+    visible = visible_keys(note, rows.limits, rows.near, CFG) & (weights > 0.0)[:, None]
     spoilt = gl.convert_layout(gl.where(weights == weights, 0.0, weights), part_rows)
     return gl.where(visible, s, -float("inf")), row_sum + spoilt[:, None]
 
@@ -240,7 +156,7 @@ def _attend(
         await_stage(stages, held_stage, held_phase, FULL_V, CFG)
         v = kv_slices(stages.v, held_stage, CFG.dv_slices, CFG.TILE_N, 0)
         products = start_outputs(p, v, acc)
-    weights = _row_weights(shared, stage, gl.SliceLayout(1, s_layout), GROUP)
+    weights = row_weights(shared, stage, gl.SliceLayout(1, s_layout), GROUP)
     pending: gl.constexpr = 0 if p is None else CFG.dv_slices
     s = cap(warpgroup_mma_wait(pending, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
@@ -292,16 +208,13 @@ def _write(consume, shared, tile, m_log2, row_sum, acc, GROUP: gl.constexpr, CFG
         m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
         acc = scale_slices(acc, rescale[:, None])
     inverse, lse = finalise(m_log2, row_sum)
-    at = offsets_of(tile.batch, own.head, token, consume.out_strides)
-    for i in gl.static_range(len(acc)):
-        columns = i * CFG.SLICE_DV + columns_of(acc[i])
-        out = (acc[i] * inverse[:, None]).to(consume.out_ptr.dtype.element_ty)
-        live = own.real[:, None] & (columns < CFG.HEAD_DIM_V)[None, :]
-        gl.store(consume.out_ptr + at[:, None] + columns[None, :], out, live)
-    lse_row = own.head.to(gl.int64)
-    if shared.cu_seqlens.q is None:
-        lse_row += tile.batch.to(gl.int64) * shared.heads.q
-    gl.store(consume.lse_ptr + lse_row * consume.lse_head_stride + token, lse, own.real)
+    write_rows(
+        consume.out_ptr, consume.out_strides, tile, acc, inverse[:, None],
+        CFG.HEAD_DIM_V, CFG.SLICE_DV, GROUP, CFG,
+    )  # fmt: skip
+    stride, packed = consume.lse_head_stride, shared.cu_seqlens.q
+    at = row_offsets(own.head, token, tile.batch, shared.heads.q, stride, packed)
+    gl.store(consume.lse_ptr + at, lse, own.real)
 
 
 @gluon.jit
@@ -321,13 +234,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_pos = position(own.token, tile.q_len, tile.kv_len)
         limits = row_bounds(q_pos, tile.kv_len, OPEN, sizes.limit_right)
         near = row_bounds(q_pos, tile.kv_len, sizes.near_left, sizes.near_right)
-        q, factor = _put_queries(consume, tile, GROUP, CFG)
+        q = put_rows(
+            consume.q_ptr, consume.q_strides, consume.q_tiles, tile, consume.score.factor,
+            CFG.HEAD_DIM, CFG.SLICE_D, CFG.d_slices, GROUP, CFG,
+        )  # fmt: skip
+        factor = positive_factor(consume.score.factor)
         rows = RowState(q, limits, near, Score(factor, consume.score.inverse_cap))
         m_log2, _ = init_state(q_pos)
         row_sum = nothing
         acc = zero_outputs(CFG)
-        note = _note_at(shared, stages, step, 1, GROUP, CFG)
-        note = _next_used(shared, stages, note, GROUP, CFG)
+        note = note_at(shared, stages, step, 1, GROUP, CFG)
+        note = next_used(shared, stages, note, GROUP, CFG)
         # Runs of KV tiles that this consumer needs. A run ends with its last product: held back
         # while others pass, its values would keep a stage that the producer waits for.
         while note.used != 0:
@@ -335,15 +252,15 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 rows, shared, stages, note, 0, (m_log2, row_sum), acc, None, GROUP, CFG
             )
             held = note.step
-            note = _note_at(shared, stages, held + 1, _goes_on(note), GROUP, CFG)
+            note = note_at(shared, stages, held + 1, goes_on(note), GROUP, CFG)
             while note.used != 0:
                 m_log2, row_sum, acc, p = _attend(
                     rows, shared, stages, note, held, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
                 held = note.step
-                note = _note_at(shared, stages, held + 1, _goes_on(note), GROUP, CFG)
+                note = note_at(shared, stages, held + 1, goes_on(note), GROUP, CFG)
             acc = _attend_last_values(stages, held, acc, p, CFG)
-            note = _next_used(shared, stages, note, GROUP, CFG)
+            note = next_used(shared, stages, note, GROUP, CFG)
         step = note.step
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         _write(consume, shared, tile, m_log2, row_sum, acc, GROUP, CFG)
@@ -400,7 +317,9 @@ def _sparse_attn_fwd_sm90_kernel(
     fence_async_shared()
 
     sizes = Sizes(q_len, kv_len, num_tiles, most, num_blocks, limit_right, near_left, near_right)
-    shared = SparseShared(k_ring, v_ring, Notes(weights, words), work, cu_seqlens, sizes, heads)
+    shared = SparseShared(
+        k_ring, v_ring, Notes(weights, words, None), work, cu_seqlens, sizes, heads
+    )
     produce = SparseProducer(k_desc, v_desc, lists, list_strides, batch)
     consume = SparseConsumer(
         out_ptr, lse_ptr, q_ptr, sinks_ptr, strides.out, strides.q, lse_head_stride, score, q_smem
@@ -460,8 +379,8 @@ def launch_sparse_attn_fwd_sm90(
             out,
             lse,
             q,
-            _descriptor(call.k, config.k_block()),
-            _descriptor(call.v, config.v_block()),
+            key_descriptor(call.k, config.k_block()),
+            key_descriptor(call.v, config.v_block()),
             None if spec.sinks is None else spec.sinks.contiguous(),
             lists,
             CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k),
@@ -485,7 +404,8 @@ def launch_sparse_attn_fwd_sm90(
         launch(_sparse_attn_fwd_sm90_kernel, programs, args, **options, **hopper_options())
 
 
-def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+def key_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
+    """TMA descriptor of keys or values, dense or packed."""
     if x.dim() == 3:
         return packed_descriptor(x, block)
     return tensor_descriptor(x, block, tma_strides(x))

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""The producer of the Hopper forward over chosen keys, and the records that all roles share.
+"""The producer of the Hopper kernels that own queries, and the records that all roles share.
 
 One warp announces the work tiles of its program and merges the lists of their rows. For each KV
 tile of the keys near the queries, and of each entry that any row chose, it leaves a note in shared
-memory and fetches keys and values by TMA, once a stage is free; `forward.py` says what consumers
-make of them.
+memory and fetches keys and values by TMA, once a stage is free; `forward.py` and `dq.py` say what
+consumers make of them.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,9 @@ ROWS = gl.constexpr(GROUP_ROWS)
 MASKED = gl.constexpr(1)
 NEAR = gl.constexpr(2)
 LAST = gl.constexpr(4)
-FIRST_USER = gl.constexpr(3)
+# Positions of keys matter, not only who chose them.
+EDGE = gl.constexpr(8)
+FIRST_USER = gl.constexpr(4)
 # Words of a note.
 NOTE_WORDS = gl.constexpr(2)
 
@@ -52,6 +54,8 @@ class Notes(NamedTuple):
 
     weights: Any
     words: Any
+    cursors: Any
+    """Which of its entries each row has there, -1 for none; None where nobody asks."""
 
 
 class Sizes(NamedTuple):
@@ -104,13 +108,17 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def _send(produce, shared, keys, step, kv_start, weights, rows, flags, CFG: gl.constexpr):
+def _send(produce, shared, keys, step, kv_start, weights, cursors, rows, flags, CFG: gl.constexpr):
     """Leave the note of a KV tile and start its copies, once a stage is free."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     consumers: gl.constexpr = CFG.CONSUMERS
     for group in gl.static_range(consumers):
-        mine = (weights != 0.0) & (rows // ROWS == group)
+        mine = weights != 0.0
+        if shared.notes.cursors is not None:
+            # an entry whose gate is 0 has a gradient
+            mine = mine | (cursors >= 0)
+        mine = mine & (rows // ROWS == group)
         flags = flags | (gl.max(mine.to(gl.int32), 0) << (FIRST_USER + group))
     stage = step % CFG.STAGES
     phase = ((step // CFG.STAGES) & 1) ^ 1
@@ -118,6 +126,8 @@ def _send(produce, shared, keys, step, kv_start, weights, rows, flags, CFG: gl.c
     v_full = shared.v_ring.full.index(stage)
     mbarrier.wait(shared.k_ring.empty.index(stage), phase)
     shared.notes.weights.index(stage).store(weights)
+    if shared.notes.cursors is not None:
+        shared.notes.cursors.index(stage).store(cursors)
     shared.notes.words.index(stage * NOTE_WORDS).store(zero + kv_start)
     shared.notes.words.index(stage * NOTE_WORDS + 1).store(zero + flags)
     # the one thread that arrives does not wait for the stores of the others
@@ -156,18 +166,20 @@ def _send_entries(
             everyone = gl.min((member | (real == 0)).to(gl.int32), 0) != 0
         weights = gl.where(member & (inside == 0), float("nan"), weights)
         first_key = gl.where(inside, block, 0) * CFG.BLOCK_KV
+        places = gl.where(member, cursor, -1)
         cursor += member.to(gl.int32)
         block, member = next_block(own, cursor)
         for part in gl.static_range(parts):
             kv_start = first_key + part * tile_n
             last_key = kv_start + (tile_n - 1)
-            whole = everyone & inside & not_after(last_key, keys.every_last)
             # near keys have been counted already
             far = not_after(kv_start, keys.near_last) == 0
-            whole = whole & (far | (not_before(last_key, keys.near_first) == 0))
+            far = far | (not_before(last_key, keys.near_first) == 0)
+            seen = far & not_after(last_key, keys.every_last)
+            whole = everyone & inside & seen
             ends = (block == NO_BLOCK) & (part == parts - 1)
-            flags = gl.where(whole, 0, MASKED) | gl.where(ends, LAST, 0)
-            step = _send(produce, shared, keys, step, kv_start, weights, rows, flags, CFG)
+            flags = gl.where(whole, 0, MASKED) | gl.where(seen, 0, EDGE) | gl.where(ends, LAST, 0)
+            step = _send(produce, shared, keys, step, kv_start, weights, places, rows, flags, CFG)
     return step
 
 
@@ -209,17 +221,22 @@ def _send_keys(produce, shared, tile, rows, step, CFG: gl.constexpr):
     # consumers wait for one KV tile at least
     marked = (wrong != 0) | (without & (begin >= hi))
     every_weight = own_rows.real.to(gl.float32)
+    nowhere = rows - rows - 1
     for kv_start in range(begin, hi, tile_n):
         last_key = kv_start + (tile_n - 1)
         whole = not_before(kv_start, keys.every_near_first)
         whole = whole & not_after(last_key, keys.every_near_last)
         ends = (last_key + 1 >= hi) & without & (marked == 0)
-        flags = gl.where(whole, 0, MASKED | NEAR) | gl.where(ends, LAST, 0)
-        step = _send(produce, shared, keys, step, kv_start, every_weight, rows, flags, CFG)
+        flags = gl.where(whole, 0, MASKED | NEAR | EDGE) | gl.where(ends, LAST, 0)
+        step = _send(
+            produce, shared, keys, step, kv_start, every_weight, nowhere, rows, flags, CFG
+        )  # fmt: skip
     if marked:
         weights = gl.where(own.wrong, float("nan"), 0.0)
         flags = gl.where(without, LAST, 0) | MASKED
-        step = _send(produce, shared, keys, step, begin - begin, weights, rows, flags, CFG)
+        step = _send(
+            produce, shared, keys, step, begin - begin, weights, nowhere, rows, flags, CFG
+        )  # fmt: skip
     return _send_entries(
         produce, shared, keys, own, block, member, gates, rows, own_rows.real, step, CFG
     )

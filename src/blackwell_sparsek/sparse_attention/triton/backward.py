@@ -15,6 +15,7 @@ every run gives the same bits. The gradient of a gate sums over query heads: eac
 share, and torch adds them up. Called by `bsk::sparse_attn_bwd`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ from .walk import (
     next_block,
     offsets_of,
     places_of_keys,
+    row_offsets,
     rows_of_tile,
     seen_of_block,
 )
@@ -103,15 +105,6 @@ class OwnRows(NamedTuple):
     dout: Any
     shift: Any
     delta: Any
-
-
-@triton.jit
-def _row_offsets(rows_head, token, batch, heads, head_stride, cu_seqlens_q):
-    """Offsets of rows in lse and delta: [B, H, S], or [H, T] if packed."""
-    row = tl.cast(rows_head, tl.int64)
-    if cu_seqlens_q is None:
-        row += tl.cast(batch, tl.int64) * heads
-    return row * head_stride + token
 
 
 @triton.jit
@@ -209,7 +202,7 @@ def _sparse_attn_dq_kernel(
         q_ptr, dout_ptr, terms,
         offsets_of(batch, rows.head, token, strides.q),
         offsets_of(batch, rows.head, token, strides.dout),
-        _row_offsets(rows.head, token, batch, heads.q, lse_head_stride, cu_seqlens.q),
+        row_offsets(rows.head, token, batch, heads.q, lse_head_stride, cu_seqlens.q),
         rows.real, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV,
     )  # fmt: skip
     q_pos = position(rows.token, q_len, kv_len)
@@ -218,7 +211,7 @@ def _sparse_attn_dq_kernel(
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
     offs_n = tl.arange(0, TILE_N)
     # [B, Hq, T, K], or packed [Hq, T, K]
-    gate_row = _row_offsets(rows.head, token, batch, heads.q, num_tokens, cu_seqlens.q) * most
+    gate_row = row_offsets(rows.head, token, batch, heads.q, num_tokens, cu_seqlens.q) * most
 
     lo, hi = kv_range(q_start, q_start + TILE_T, q_len, kv_len, near_left, near_right)
     hi = tl.where(near_left < 0, 0, hi)
@@ -397,7 +390,7 @@ def _sparse_attn_dkdv_kernel(
                 q_ptr, dout_ptr, terms,
                 offsets_of(batch, head, q_first + token, strides.q),
                 offsets_of(batch, head, q_first + token, strides.dout),
-                _row_offsets(head, q_first + token, batch, heads.q, lse_head_stride, cu_seqlens.q),
+                row_offsets(head, q_first + token, batch, heads.q, lse_head_stride, cu_seqlens.q),
                 real, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV,
             )  # fmt: skip
             q_pos = position(token, q_len, kv_len)[None, :]
@@ -420,7 +413,7 @@ def _sparse_attn_dkdv_kernel(
                 q_ptr, dout_ptr, terms,
                 offsets_of(batch, head, token, strides.q),
                 offsets_of(batch, head, token, strides.dout),
-                _row_offsets(head, token, batch, heads.q, lse_head_stride, cu_seqlens.q),
+                row_offsets(head, token, batch, heads.q, lse_head_stride, cu_seqlens.q),
                 real, HEAD_DIM, HEAD_DIM_V, TILE_D, TILE_DV,
             )  # fmt: skip
             q_pos = position(token - q_first, q_len, kv_len)[None, :]
@@ -450,19 +443,36 @@ def _sparse_attn_dkdv_kernel(
 
 def backward(call: SparseBackwardCall) -> None:
     """Fill the gradients that are asked for; the same bits in every run."""
+    config = sparse_attn_config(call.problem, fp32_precision(call.forward.q.dtype))
+    fill_gradients(
+        call,
+        lambda delta, shares: launch_sparse_attn_dq(call, delta, shares, config),
+        lambda delta: launch_sparse_attn_dkdv(call, delta, config),
+    )
+
+
+def fill_gradients(
+    call: SparseBackwardCall,
+    launch_dq: Callable[[torch.Tensor, torch.Tensor | None], None],
+    launch_dkdv: Callable[[torch.Tensor], None],
+) -> None:
+    """Fill the gradients that are asked for by these kernels.
+
+    `launch_dq(delta, shares)` fills dq, and each query head's shares of dgate unless they are None;
+    `launch_dkdv(delta)` fills dk and dv.
+    """
     wanted, lse, given = call.gradients, call.lse, call.forward
-    config = sparse_attn_config(call.problem, fp32_precision(given.q.dtype))
     delta = scratch(lse.shape, lse.dtype, lse.device)
     launch_attn_delta(delta, call.dout, call.out, call.dlse, lse)
     if wanted.dq is not None or wanted.dgate is not None:
         shares = None
         if wanted.dgate is not None:
             shares = _gate_shares(given)
-        launch_sparse_attn_dq(call, delta, shares, config)
+        launch_dq(delta, shares)
         if shares is not None and wanted.dgate is not None:
             _add_shares(wanted.dgate, shares)
     if wanted.dk is not None or wanted.dv is not None:
-        launch_sparse_attn_dkdv(call, delta, config)
+        launch_dkdv(delta)
     if wanted.dsinks is not None and given.spec.sinks is not None:
         sinks = given.spec.sinks.contiguous()
         launch_sink_gradients(wanted.dsinks, sinks, lse, delta, given.spec.cu_seqlens_q)

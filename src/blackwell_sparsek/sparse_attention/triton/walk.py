@@ -121,6 +121,15 @@ def offsets_of(batch, head, token, strides):
 
 
 @triton.jit
+def row_offsets(head, token, batch, heads, head_stride, cu_seqlens_q):
+    """Offsets of rows in lse and delta: [B, H, S], or [H, T] if packed."""
+    row = tl.cast(head, tl.int64)
+    if cu_seqlens_q is None:
+        row += tl.cast(batch, tl.int64) * heads
+    return row * head_stride + token
+
+
+@triton.jit
 def lists_of_rows(lists, strides, batch, list_head, token, real, most):
     """The `RowLists` of queries `token`, counted through all packed sequences."""
     ids = lists.ids + offsets_of(batch, list_head, token, strides.ids)

@@ -14,6 +14,9 @@ from ...calls.sparse_attention import (
 )
 from ...masks.band import Band
 from ...masks.key_selection import KeySelection
+from ...sparse_attention.sm90.backward import backward as backward_sm90
+from ...sparse_attention.sm90.dkdv import _sparse_attn_dkdv_sm90_kernel
+from ...sparse_attention.sm90.dq import _sparse_attn_dq_sm90_kernel
 from ...sparse_attention.sm90.forward import launch_sparse_attn_fwd_sm90
 from ...sparse_attention.sm90.latent import launch_sparse_attn_latent
 from ...sparse_attention.sm90.latent_tuning import sparse_latent_config
@@ -61,14 +64,15 @@ def _selection(lists: int, entries: int, size: int) -> KeySelection:
 
 
 def _call(name: str, options: str = "") -> SparseAttentionCall:
-    """A call of a geometry; `options` is "", "gated" or "packed"."""
+    """A call of a geometry; `options` is "", "gated" (and capped), "weighted" or "packed"."""
     dtype, heads, kv_heads, dim, entries, size = GEOMETRIES[name]
     chosen = _selection(kv_heads, entries, size)
     more: dict[str, Any] = {}
     by_head = (heads, kv_heads, kv_heads)
     shapes = [[1, n, TOKENS, dim] for n in by_head]
-    if options == "gated":
+    if options in ("gated", "weighted"):
         more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
+    if options == "gated":
         more["sinks"] = meta(heads, dtype=torch.float32)
         more["softcap"] = 30.0
     if options == "packed":
@@ -220,3 +224,35 @@ def sparse_attention_latent_cases() -> Iterator[CompileCase]:
             f"sparse_attn_latent/{label}", _launch_latent, call, archs=(90,),
             expect={"wgmma.mma_async": 1, "cp.async.cg.shared.global": 36},
         )  # fmt: skip
+
+
+SM90_BACKWARD_CASES = (
+    ("msa", ""),
+    ("nsa", ""),
+    ("nsa", "weighted"),
+    ("nsa", "gated"),
+    ("narrow", "gated"),
+)
+# What producers and a consumer keep besides their loops; with a cap also what the loop of dk and dv
+# needs of capped scores, and with gates a little of dq's.
+SM90_BACKWARD_SPILLS = {
+    ("dkdv", ""): 288,
+    ("dkdv", "weighted"): 288,
+    ("dkdv", "gated"): 1024,
+    ("dq", "gated"): 160,
+}
+SM90_KERNELS = {"dq": _sparse_attn_dq_sm90_kernel, "dkdv": _sparse_attn_dkdv_sm90_kernel}
+
+
+@compile_cases
+def sparse_attention_backward_sm90_cases() -> Iterator[CompileCase]:
+    """The same of the gradients, up to 128 columns."""
+    for name, options in SM90_BACKWARD_CASES:
+        call = _backward(_call(name, options))
+        for kind, kernel in SM90_KERNELS.items():
+            label = "-".join(filter(None, (name, options)))
+            yield launched_case(
+                f"sparse_attn_{kind}_sm90/{label}", backward_sm90, call, kernel=kernel, archs=(90,),
+                expect={"wgmma.mma_async": 1},
+                max_spill_bytes=SM90_BACKWARD_SPILLS.get((kind, options), 0),
+            )  # fmt: skip
