@@ -46,7 +46,7 @@ def poisoned(spec):
 def with_tensors(value, tensors):
     """Arguments with tensors in place of descriptions, in the layout that these say."""
     if isinstance(value, description.ArraySpec):
-        return tensors[value.name].as_strided(value.shape, value.strides)
+        return tensors[value.name].as_strided(value.shape, value.strides, value.offset)
     if isinstance(value, tuple):
         items = [with_tensors(x, tensors) for x in value]
         return type(value)(*items)

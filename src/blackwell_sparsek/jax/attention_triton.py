@@ -43,6 +43,7 @@ class Lists(NamedTuple):
     """Block lists as kernels take them (see `device.records.MaskLists`)."""
 
     indptr: Any
+    """Followed by what `partial_end` would be, if that is None."""
     partial_end: Any
     indices: Any
     bits_id: Any
@@ -106,8 +107,9 @@ def _joined(start: Any, full: Any, indices: Any, bits_id: Any) -> Lists:
         indices = bits_id = start
     if masks > 1 and room > 0:
         first = room * np.arange(masks, dtype=np.int32).reshape(*start.shape[:2], 1)
-        start, full = start + first, full + first
-    return Lists(*(x.reshape(-1) for x in (start, full, indices, bits_id)))
+        # one array, so that one small kernel adds to both before each call
+        start, full = jnp.stack([start, full]) + first, None
+    return Lists(*(None if x is None else x.reshape(-1) for x in (start, full, indices, bits_id)))
 
 
 class AttentionArrays(Arrays):
@@ -115,9 +117,11 @@ class AttentionArrays(Arrays):
 
     def add_lists(self, name: str, lists: Lists) -> tuple[ArraySpec, ...]:
         """Take the lists of a mask."""
-        return tuple(
-            self.add(f"{name}_{field}", x) for field, x in zip(Lists._fields, lists, strict=True)
-        )
+        named = lists._asdict()
+        indptr, partial_end, *others = (self.add_if(f"{name}_{n}", x) for n, x in named.items())
+        assert indptr is not None
+        bounds = indptr.halves() if partial_end is None else (indptr, partial_end)
+        return (*bounds, *(x for x in others if x is not None))
 
     def add_call(self, options: KernelOptions, inputs: Any, transposed: bool) -> Any:
         """A call as planners take it; `inputs` are q, k, v, sinks and mask."""

@@ -69,9 +69,9 @@ class _Text:
 def _pointer(array: ArraySpec) -> str:
     """The pointer that a kernel takes: torch passes words of bits as int32, JAX as uint32."""
     name = f"p_{array.name}"
-    if str(array.dtype) != "uint32":
-        return name
-    return f"tl.cast({name}, tl.pointer_type(tl.int32), bitcast=True)"
+    if str(array.dtype) == "uint32":
+        name = f"tl.cast({name}, tl.pointer_type(tl.int32), bitcast=True)"
+    return f"{name} + {array.offset}" if array.offset else name
 
 
 def flat_kernel(launch: KernelLaunch, read: list[str], written: list[str]) -> FlatKernel:

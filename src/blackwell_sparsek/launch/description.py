@@ -7,7 +7,7 @@ an array that a framework allocates later.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["input", "output", "scratch", "zeroed"]
@@ -19,7 +19,8 @@ class ArraySpec:
     """An array without its memory, with the methods of a tensor that planners call.
 
     `dtype` is an object with an `itemsize`; `strides` count elements. `name` is unique in a launch.
-    Views of one array share `name` and `memory`, the shape of what is contiguous.
+    Views of one array share `name` and `memory`, the shape of what is contiguous; they begin at
+    element `offset` of it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ArraySpec:
     dtype: Any
     strides: tuple[int, ...]
     memory: tuple[int, ...]
+    offset: int = 0
 
     @classmethod
     def contiguous_of(cls, name: str, role: Role, shape: Any, dtype: Any) -> "ArraySpec":
@@ -41,14 +43,20 @@ class ArraySpec:
         dims = list(range(self.dim()))
         dims[first], dims[second] = dims[second], dims[first]
         shape, strides = (tuple(x[d] for d in dims) for x in (self.shape, self.strides))
-        return ArraySpec(self.name, self.role, shape, self.dtype, strides, self.memory)
+        return replace(self, shape=shape, strides=strides)
 
     def with_batch(self, batch: int) -> "ArraySpec":
         """This array, or the same memory for each of `batch` where its first dimension is 1."""
         if self.shape[0] in (0, batch):
             return self
         shape, strides = (batch, *self.shape[1:]), (0, *self.strides[1:])
-        return ArraySpec(self.name, self.role, shape, self.dtype, strides, self.memory)
+        return replace(self, shape=shape, strides=strides)
+
+    def halves(self) -> tuple["ArraySpec", "ArraySpec"]:
+        """The first half of a vector, and the rest."""
+        (length,) = self.shape
+        first = replace(self, shape=(length // 2,))
+        return first, replace(self, shape=(length - length // 2,), offset=length // 2)
 
     def stride(self, dim: int | None = None) -> Any:
         """The stride of one dimension, or of all."""
