@@ -16,6 +16,16 @@ their sizes are powers of two.
 Roles, order of work and ordered accumulation are those of `backward`, except that the warp groups
 wait for semaphores themselves. Called as impl "sm90" of `bsk::attn_bwd` where a head dim is above
 128, with key blocks of masks of 64, 128 or 256.
+
+With `CFG.ONE_WAY` it computes dk and dv alone, and `backward_wide_queries` dq. Tiles have 64
+queries, and each warp group two products:
+
+    s^T = k q^T        dv += p^T dout   p^T goes from registers to its product, and to the other
+    dp^T = v dout^T    dk += ds^T q     ds^T goes from registers to its product
+
+p goes one way through shared memory, in fp32 and in the order of registers, so that a thread reads
+what the same thread of the other warp group has written. Nothing comes back: the warp group of dv
+is up to `CFG.DS_STAGES` steps ahead, and one multiplies while the other computes exponentials.
 """
 
 from typing import Any, NamedTuple
@@ -30,12 +40,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.gluon.compat import async_store, placed
+from ...device.backprop import probabilities
+from ...device.gluon.compat import async_store, placed, thread_barrier
 from ...device.gluon.memory import acquire_by_group, add_vectors, release_by_group, store_vectors
 from ...device.gluon.pipeline import barriers, take, tile_at, tile_place, work_channel
 from ...device.records import Band, GradientScore, Heads, Lengths, Mask
 from ...device.schedule import first_slot, token_span
-from .backward import block_semaphore, hand_over, in_register_order, score_step, zero_of
+from .backward import (
+    SUM_COLUMNS,
+    SUM_ROWS,
+    block_semaphore,
+    hand_over,
+    hide,
+    in_register_order,
+    row_terms,
+    score_step,
+    zero_of,
+)
 from .backward_producer import heads_of_visits, produce_steps
 from .backward_shared import (
     BATCH_HEAD,
@@ -70,6 +91,19 @@ class Exchange(NamedTuple):
     """Both have read what they need of the other."""
     done: Any
     """Both have read the keys and values of a work tile for the last time."""
+
+
+class OneWay(NamedTuple):
+    """Stages of fp32 weights from the warp group of dv to that of dk, in the order of registers.
+
+    A weight is p, times the derivative of the softcap if there is one: what ds is dp - delta times.
+    """
+
+    weights: Any
+    ready: Any
+    free: Any
+    done: Any
+    """As in `Exchange`."""
 
 
 class Sums(NamedTuple):
@@ -190,6 +224,104 @@ def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.con
 
 
 @gluon.jit
+def _from_register_order(x):
+    """The tile that `in_register_order` has reordered."""
+    # eighth of the columns, warp, row and column of a thread, half of 16 rows, one of two
+    return x.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, ROWS])
+
+
+@gluon.jit
+def _start_own_gradients(acc, weights, rows, stage, SLICES: gl.constexpr, CFG: gl.constexpr):
+    """Start adding the products of p^T or ds^T, from registers, with dout or queries to `acc`."""
+    dtype: gl.constexpr = rows.dtype
+    width: gl.constexpr = rows.shape[2]
+    layout: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(width), 2)
+    weights = gl.convert_layout(weights.to(dtype), layout)
+    started = ()
+    for i in gl.static_range(SLICES):
+        tile = rows.index(placed(stage * SLICES + i))
+        started = started + (warpgroup_mma(weights, tile, acc[i], is_async=True),)  # noqa: RUF005
+    return started
+
+
+@gluon.jit
+def _add_to_values(
+    acc, step, kv_index, exchange, score, shared, MASKED: gl.constexpr, CFG: gl.constexpr
+):
+    """Scores of one tile of queries, their weights for the other warp group, and dv."""
+    ring = shared.queries
+    stage = step % CFG.STAGES
+    dout_stage = step % CFG.DOUT_STAGES
+    place = step % CFG.DS_STAGES
+    mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+    s_started = _start_scores(shared.keys.k_smem, ring.q_smem, stage, step, CFG.d_slices, 0, CFG)
+    lse_log2 = row_terms(ring.lse_smem, stage, 0, CFG)
+    s = warpgroup_mma_wait(0, deps=(s_started,))
+    p, capped = probabilities(s, None, lse_log2, score)
+    if MASKED:
+        p = hide(p, step, kv_index, shared, 0, CFG)
+    weight = p
+    if score.inverse_cap is not None:
+        weight = p * ((1.0 - capped) * (1.0 + capped))
+    mbarrier.wait(exchange.free.index(place), ((step // CFG.DS_STAGES) & 1) ^ 1)
+    exchange.weights.index(place).store(in_register_order(weight))
+    # every thread has stored, and so has used its lse
+    thread_barrier()
+    mbarrier.arrive(exchange.ready.index(place), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    mbarrier.wait(ring.dout_full.index(dout_stage), (step // CFG.DOUT_STAGES) & 1)
+    started = _start_own_gradients(acc, p, ring.dout_smem, dout_stage, CFG.dv_slices, CFG)
+    acc = _await_gradients(started, 0)
+    mbarrier.arrive(ring.dout_empty.index(dout_stage), count=1)
+    return acc
+
+
+@gluon.jit
+def _add_to_keys(acc, step, exchange, shared, CFG: gl.constexpr):
+    """dp of one tile of queries, and with the weights of the other warp group ds and dk."""
+    ring = shared.queries
+    layout: gl.constexpr = CFG.accumulator_layout(ROWS)
+    stage = step % CFG.STAGES
+    dout_stage = step % CFG.DOUT_STAGES
+    place = step % CFG.DS_STAGES
+    mbarrier.wait(ring.dout_full.index(dout_stage), (step // CFG.DOUT_STAGES) & 1)
+    dp_started = _start_scores(
+        shared.keys.v_smem, ring.dout_smem, dout_stage, step, CFG.dv_slices, 0, CFG
+    )
+    delta = row_terms(ring.delta_smem, dout_stage, 0, CFG)
+    dp = warpgroup_mma_wait(0, deps=(dp_started,))
+    gradient = dp - delta
+    mbarrier.wait(exchange.ready.index(place), (step // CFG.DS_STAGES) & 1)
+    like_weights = in_register_order(gradient)
+    in_order: gl.constexpr = like_weights.type.layout
+    weight = _from_register_order(exchange.weights.index(place).load(in_order))
+    ds = gl.convert_layout(weight, layout) * gradient
+    mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
+    started = _start_own_gradients(acc, ds, ring.q_smem, stage, CFG.d_slices, CFG)
+    acc = _await_gradients(started, 0)
+    # not before a product had ds: a barrier does not wait for weights that are being loaded
+    mbarrier.arrive(exchange.free.index(place), count=1)
+    mbarrier.arrive(ring.dout_empty.index(dout_stage), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    return acc
+
+
+@gluon.jit
+def _add_queries(
+    acc, step, kv_index, exchange, outputs, shared,
+    MASKED: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
+    """Add what one tile of queries gives to dk or dv."""
+    if not CFG.ONE_WAY:
+        acc = _step(acc, step, kv_index, exchange, outputs, shared, MASKED, GROUP, CFG)
+    elif GROUP == 0:
+        acc = _add_to_keys(acc, step, exchange, shared, CFG)
+    else:
+        acc = _add_to_values(acc, step, kv_index, exchange, outputs.score, shared, MASKED, CFG)
+    return acc
+
+
+@gluon.jit
 def _step(
     acc, step, kv_index, exchange, outputs, shared,
     MASKED: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
@@ -285,11 +417,11 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             q_tiles, masked_tiles = take(work, slot)
             slot += 1
             for _ in range(masked_tiles):
-                acc = _step(acc, step, kv_index, exchange, outputs, here, True, GROUP, CFG)
+                acc = _add_queries(acc, step, kv_index, exchange, outputs, here, True, GROUP, CFG)
                 step += 1
             # a loop of its own: what masks spill would be reloaded here
             for _ in range(masked_tiles, q_tiles):
-                acc = _step(acc, step, kv_index, exchange, outputs, here, False, GROUP, CFG)
+                acc = _add_queries(acc, step, kv_index, exchange, outputs, here, False, GROUP, CFG)
                 step += 1
         mbarrier.arrive(exchange.done, count=1)
         mbarrier.wait(exchange.done, work_tiles & 1)
@@ -312,6 +444,27 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         work_tiles += 1
         batch_head, kv_tile = take(work, slot)
         slot += 1
+
+
+@gluon.jit
+def _exchange(dtype: gl.constexpr, CFG: gl.constexpr):
+    """Allocate what the warp groups hand to each other."""
+    consumers: gl.constexpr = CFG.CONSUMERS
+    done = barriers(1, consumers).index(0)
+    if CFG.ONE_WAY:
+        stages: gl.constexpr = CFG.DS_STAGES
+        in_order: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [SUM_ROWS, SUM_COLUMNS], gl.float32
+        )
+        weights = gl.allocate_shared_memory(gl.float32, [stages, SUM_ROWS, SUM_COLUMNS], in_order)
+        exchange = OneWay(weights, barriers(stages, 1), barriers(stages, 1), done)
+    else:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+        p_smem = gl.allocate_shared_memory(dtype, [consumers, ROWS, ROWS], layout)
+        ds_smem = gl.allocate_shared_memory(dtype, [consumers, ROWS, ROWS], layout)
+        ready, free = barriers(1, consumers).index(0), barriers(1, consumers).index(0)
+        exchange = Exchange(p_smem, ds_smem, ready, free, done)
+    return exchange
 
 
 @gluon.jit(
@@ -350,24 +503,17 @@ def _attn_bwd_wide_sm90_kernel(
 ):
     """Set up rings and roles; arguments are those of `_attn_bwd_sm90_kernel`, but for the sums.
 
-    `cu_seqlens` is None, or the offsets of packed sequences; `head_rows` as in `Packing`.
+    `cu_seqlens` is None, or the offsets of packed sequences; `head_rows` as in `Packing`. With
+    `CFG.ONE_WAY` there are no sums.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     descs = Descriptors(q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc)
     keys = resident_keys(descs, CFG)
     queries = query_ring(descs, CFG)
-    p_smem = gl.allocate_shared_memory(dtype, [consumers, ROWS, ROWS], layout)
-    ds_smem = gl.allocate_shared_memory(dtype, [consumers, ROWS, ROWS], layout)
-    ready, free, done = (
-        barriers(1, consumers).index(0),
-        barriers(1, consumers).index(0),
-        barriers(1, consumers).index(0),
-    )
-    exchange = Exchange(p_smem, ds_smem, ready, free, done)
+    exchange = _exchange(dtype, CFG)
     steps = step_infos()
     work = work_channel(2, consumers)
     fence_async_shared()

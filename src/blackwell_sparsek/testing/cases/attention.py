@@ -18,6 +18,7 @@ from ...attention.sm90.backward_split import (
     _attn_bwd_dq_sm90_kernel,
 )
 from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
+from ...attention.sm90.backward_wide_queries import _attn_bwd_wide_dq_sm90_kernel
 from ...attention.sm90.config import make_forward_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
@@ -26,6 +27,8 @@ from ...attention.sm90.launch import (
     launch_attn_bwd_dq_sm90,
     launch_attn_bwd_sm90,
     launch_attn_bwd_terms,
+    launch_attn_bwd_wide_dkdv_sm90,
+    launch_attn_bwd_wide_dq_sm90,
     launch_attn_fwd_sm90,
 )
 from ...attention.sm90.tuning import (
@@ -33,6 +36,8 @@ from ...attention.sm90.tuning import (
     attn_bwd_dq_config,
     attn_bwd_sm90_config,
     attn_bwd_sm90_raster_group,
+    attn_bwd_wide_dkdv_config,
+    attn_bwd_wide_dq_config,
     attn_fwd_sm90_raster_group,
 )
 from ...attention.triton.backward import launch_attn_dkdv, launch_attn_dq
@@ -582,6 +587,44 @@ def split_sm90_cases() -> Iterator[CompileCase]:
         yield launched_case(
             f"attn_bwd_queries_sm90/{asked.name}", _launch_dq_sm90, asked,
             kernel=_attn_bwd_dq_sm90_kernel, archs=(90,), expect=WGMMA,
+            max_spill_bytes=asked.dq_spill_bytes,
+        )  # fmt: skip
+
+
+WIDE_SPLIT_SM90 = (
+    BackwardSm90(256, 256),
+    BackwardSm90(256, 256, softcap=True, dtype=HALF),
+    BackwardSm90(192, 128),
+    BackwardSm90(192, 192, dtype=HALF),
+    BackwardSm90(128, 256),
+    BackwardSm90(256, 64),
+)
+
+
+def _launch_wide_dkdv_sm90(asked: BackwardSm90) -> None:
+    call = asked.call()
+    config, raster_group = attn_bwd_wide_dkdv_config(call.problem), 2
+    launch_attn_bwd_wide_dkdv_sm90(call, launch_attn_bwd_terms(call), raster_group, config)
+
+
+def _launch_wide_dq_sm90(asked: BackwardSm90) -> None:
+    call = asked.call()
+    config, raster_group = attn_bwd_wide_dq_config(call.problem), 2
+    launch_attn_bwd_wide_dq_sm90(call, launch_attn_bwd_terms(call), raster_group, config)
+
+
+@compile_cases
+def wide_split_sm90_cases() -> Iterator[CompileCase]:
+    """The two kernels of the split backward for wide heads."""
+    for asked in WIDE_SPLIT_SM90:
+        yield launched_case(
+            f"attn_bwd_wide_keys_sm90/{asked.name}", _launch_wide_dkdv_sm90, asked,
+            kernel=_attn_bwd_wide_sm90_kernel, archs=(90,), expect=WGMMA,
+            max_spill_bytes=asked.max_spill_bytes,
+        )  # fmt: skip
+        yield launched_case(
+            f"attn_bwd_wide_queries_sm90/{asked.name}", _launch_wide_dq_sm90, asked,
+            kernel=_attn_bwd_wide_dq_sm90_kernel, archs=(90,), expect=WGMMA,
             max_spill_bytes=asked.dq_spill_bytes,
         )  # fmt: skip
 
