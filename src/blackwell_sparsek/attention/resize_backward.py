@@ -99,7 +99,8 @@ class _FamilyRecorder(Recorder):
         if record.complete and len(launches) in (3, 4) and not record.derived:
             _, backward, *_ = launches
             config = backward.args[-1]
-        if isinstance(config, AttnBwdSm90Config):
+        # two kernels, without sums between them, have no such launches
+        if isinstance(config, AttnBwdSm90Config) and not config.ONE_WAY:
             family = _FAMILIES.get(self._family)
             if family is None:
                 # with kernels, which are imported when they are first needed

@@ -28,6 +28,7 @@ from ...device.masks import position, row_bounds, within_bounds
 from ...device.records import Band, Heads, Lengths, Mask
 from ...device.schedule import batch_and_heads
 from ...device.visits import num_full_blocks
+from .backward import zero_of
 from .backward_shared import ROWS, padded_queries
 from .backward_split import DqShared, copy_rows, free_stage
 from .forward_producer import (
@@ -98,7 +99,7 @@ def _start_scores(
     mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
     for i in gl.static_range(SLICES):
         columns = ring.tiles.index(placed(stage * SLICES + i)).permute((1, 0))
-        row = rows.tiles.index(GROUP * SLICES + i)
+        row = rows.tiles.index(GROUP * SLICES + i + zero_of(step))
         product = warpgroup_mma(row, columns, product, use_acc=i > 0, is_async=True)
     return product
 
@@ -156,9 +157,14 @@ def _step(
     q, k, dout, v = shared.q, shared.k, shared.dout, shared.v
     dq_started = _start_dq(dq, ds, k, step, CFG)
     s_started = _start_scores(q, k, step + 1, CFG.K_STAGES, CFG.d_slices, GROUP, CFG)
-    dp_started = _start_scores(dout, v, step + 1, CFG.V_STAGES, CFG.dv_slices, GROUP, CFG)
-    s = warpgroup_mma_wait(CFG.dv_slices, deps=(s_started,))
-    dq = _await_dq(dq_started, CFG.dv_slices)
+    if CFG.DP_AHEAD:
+        dp_started = _start_scores(dout, v, step + 1, CFG.V_STAGES, CFG.dv_slices, GROUP, CFG)
+        s = warpgroup_mma_wait(CFG.dv_slices, deps=(s_started,))
+        dq = _await_dq(dq_started, CFG.dv_slices)
+    else:
+        s = warpgroup_mma_wait(0, deps=(s_started,))
+        dq = _await_dq(dq_started, 0)
+        dp_started = _start_scores(dout, v, step + 1, CFG.V_STAGES, CFG.dv_slices, GROUP, CFG)
     free_stage(k, step, CFG.K_STAGES)
     step += 1
     ds = _score_gradients(s, dp_started, step, rows, score, shared, kv_tile, MASKED, CFG)

@@ -20,7 +20,8 @@ class AttnBwdDqSm90Config:
     there as slices of columns. K_STAGES tiles of keys and V_STAGES of values are in flight: keys
     are needed for a step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and
     scheduler warp give all but PRODUCER_REGISTERS to the consumers, a second one of which has
-    CONSUMER_REGISTERS.
+    CONSUMER_REGISTERS. DP_AHEAD: registers are left to start dp together with s and dq of the tile
+    before.
     """
 
     TILE_N: int
@@ -33,6 +34,7 @@ class AttnBwdDqSm90Config:
     MAX_REGISTERS: int
     CONSUMERS: int = 1
     CONSUMER_REGISTERS: int = 0
+    DP_AHEAD: bool = True
 
     @property
     def tile_m(self) -> int:
@@ -194,4 +196,6 @@ def make_wide_dq_config(tile_d: int, tile_dv: int) -> AttnBwdDqSm90Config:
         MAX_REGISTERS=168,
         CONSUMERS=consumers,
         CONSUMER_REGISTERS=232,
+        # beside dq of 256 columns, ds, s and dp: 2200 bytes of spills instead of 252
+        DP_AHEAD=tile_d < 256,
     )
