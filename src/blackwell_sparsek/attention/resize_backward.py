@@ -22,6 +22,7 @@ from ..launch.replay import (
     seen_before,
 )
 from .sm90.config import AttnBwdSm90Config
+from .sm90.config_split import AttnBwdDqSm90Config
 
 # Launches by all that gradients depend on but for lengths.
 _FAMILIES: Cache = {}
@@ -99,8 +100,10 @@ class _FamilyRecorder(Recorder):
         if record.complete and len(launches) in (3, 4) and not record.derived:
             _, backward, *_ = launches
             config = backward.args[-1]
-        # two kernels, without sums between them, have no such launches
-        if isinstance(config, AttnBwdSm90Config) and not config.ONE_WAY:
+        # the split backward has kernels of two configurations
+        *_, last = launches or [None]
+        split = last is not None and isinstance(last.args[-1], AttnBwdDqSm90Config)
+        if isinstance(config, AttnBwdSm90Config) and not split:
             family = _FAMILIES.get(self._family)
             if family is None:
                 # with kernels, which are imported when they are first needed

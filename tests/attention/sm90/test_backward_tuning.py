@@ -9,6 +9,7 @@ import torch
 from blackwell_sparsek.attention.sm90 import tuning
 from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
 from blackwell_sparsek.attention.sm90.config_split import (
+    MOST_OWN_COLUMNS,
     WideSplit,
     make_wide_dkdv_config,
     make_wide_dq_config,
@@ -178,6 +179,10 @@ def test_two_kernels_of_wide_heads_fit(dims):
     # lse, delta, barriers and descriptions of steps take less than 3 KiB
     weights = 2 * 4 * 64 * 64
     assert (config.STAGES + 1) * 2 * 64 * sum(dims) + weights + 3072 <= 227 * 1024
+    narrow = make_wide_dkdv_config(*dims, WideSplit(NARROW_TILES=True))
+    own_keys = sum(dims) <= MOST_OWN_COLUMNS
+    assert (narrow.TILE_M, narrow.tile_n) == ((32, 128) if own_keys else (64, 64))
+    assert own_keys != (narrow == config) and narrow.STAGES + 2 < INFO_DEPTH
     config = make_wide_dq_config(*dims)
     assert config.tile_m == 128 and config.K_STAGES >= 2 and config.V_STAGES >= 1
     keys = 64 * (config.K_STAGES * dims[0] + config.V_STAGES * dims[1])

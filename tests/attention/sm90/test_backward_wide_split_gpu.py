@@ -27,7 +27,7 @@ STRUCTURES = (
 )
 
 
-@pytest.fixture(autouse=True, params=[WideSplit()], ids=str)
+@pytest.fixture(autouse=True, params=[WideSplit(), WideSplit(NARROW_TILES=True)], ids=str)
 def split(request, monkeypatch):
     monkeypatch.setattr(tuning, "WIDE_SPLIT", request.param)
 

@@ -372,7 +372,8 @@ class AttnBwdSm90Config:
 
     SHARED_KEYS, for wide heads: both warp groups work on the same 64 keys, one on dk, the other on
     dv (`backward_wide`). Tiles then lie in shared memory as slices of columns. ONE_WAY, of these:
-    dk and dv alone; DS_STAGES tiles of weights go from one warp group to the other.
+    dk and dv alone; DS_STAGES tiles of weights go from one warp group to the other. Wide heads
+    without SHARED_KEYS: dk and dv alone, by tiles of 32 queries.
 
     SPLIT_HEADS: several work tiles share the query heads of a KV head, and dk and dv are added up
     in memory, in fp32, as dq is. If ORDERED, each work tile stores sums of its own instead.
@@ -401,16 +402,19 @@ class AttnBwdSm90Config:
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
+        wide = max(self.TILE_D, self.TILE_DV) > 128
         short = self.ONE_WAY or (self.TILE_D == 128 and not self.SHARED_KEYS)
         tile_m = GROUP_ROWS if short else 2 * GROUP_ROWS
-        assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
-        wide = max(self.TILE_D, self.TILE_DV) > 128
+        own_keys = wide and not self.SHARED_KEYS
+        assert self.CONSUMERS == 1 or (32 if own_keys else tile_m) == self.TILE_M, f"{self=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
-        assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
+        assert wide or not self.SHARED_KEYS, f"{self=}"
+        assert self.SPLIT_RING or not wide, f"{self=}"
         assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
         for score, tile in ((self.SCORE_D, self.TILE_D), (self.SCORE_DV, self.TILE_DV)):
             assert score == tile or (score == 96 and tile == 128 and not wide), f"{self=}"
-        assert not self.ONE_WAY or (self.SHARED_KEYS and not self.ORDERED), f"{self=}"
+        assert self.SHARED_KEYS or not self.ONE_WAY, f"{self=}"
+        assert not (self.ORDERED and (self.ONE_WAY or own_keys)), f"{self=}"
         whole = wide or self.BLOCK_KV or self.CONSUMERS == 1
         assert not (self.SPLIT_HEADS and whole), f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
@@ -428,13 +432,13 @@ class AttnBwdSm90Config:
 
     @property
     def slice_d(self) -> int:
-        """Columns of a slice of queries and keys; they are whole unless keys are shared."""
-        return slice_width(self.TILE_D) if self.SHARED_KEYS else self.TILE_D
+        """Columns of a slice of queries and keys; up to 128 they are whole."""
+        return slice_width(self.TILE_D)
 
     @property
     def slice_dv(self) -> int:
         """The same of values and output gradients."""
-        return slice_width(self.TILE_DV) if self.SHARED_KEYS else self.TILE_DV
+        return slice_width(self.TILE_DV)
 
     @property
     def d_slices(self) -> int:

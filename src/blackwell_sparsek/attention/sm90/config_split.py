@@ -135,40 +135,50 @@ class WideSplit:
     """How the backward of wide heads without a mask is split into two kernels.
 
     WEIGHT_STAGES tiles of weights are in flight in the kernel of dk and dv, up to MOST_STAGES tiles
-    of queries.
+    of queries. NARROW_TILES: where a warp group has registers for dk and dv of 64 keys, it keeps
+    keys of its own and walks over tiles of 32 queries.
     """
 
     WEIGHT_STAGES: int = 2
     MOST_STAGES: int = 3
+    NARROW_TILES: bool = False
+
+
+# Columns of dk and dv of 64 keys that leave a warp group registers for scores of 32 queries.
+MOST_OWN_COLUMNS = 320
 
 
 @lru_cache(maxsize=256)
 def make_wide_dkdv_config(tile_d: int, tile_dv: int, split: WideSplit) -> AttnBwdSm90Config:
     """The configuration of the split dk/dv kernel for wide heads."""
+    own_keys = split.NARROW_TILES and tile_d + tile_dv <= MOST_OWN_COLUMNS
+    tile_m, tile_n = (32, 2 * GROUP_ROWS) if own_keys else (GROUP_ROWS, GROUP_ROWS)
     # fp32 weights of 64 keys and queries; sizes in bytes
-    room = SMEM_BYTES - split.WEIGHT_STAGES * 4 * GROUP_ROWS * GROUP_ROWS
-    tiles = 2 * GROUP_ROWS * (tile_d + tile_dv)
-    stages = min(split.MOST_STAGES, room // tiles - 1)
+    weights = 0 if own_keys else split.WEIGHT_STAGES * 4 * GROUP_ROWS * GROUP_ROWS
+    row = 2 * (tile_d + tile_dv)
+    # one more of half the queries
+    most = split.MOST_STAGES + own_keys
+    stages = min(most, (SMEM_BYTES - weights - tile_n * row) // (tile_m * row))
     return AttnBwdSm90Config(
         CONSUMERS=2,
-        TILE_M=GROUP_ROWS,
+        TILE_M=tile_m,
         TILE_D=tile_d,
         TILE_DV=tile_dv,
         SCORE_D=tile_d,
         SCORE_DV=tile_dv,
         STAGES=stages,
         DOUT_STAGES=stages,
-        DS_STAGES=split.WEIGHT_STAGES,
+        DS_STAGES=0 if own_keys else split.WEIGHT_STAGES,
         ORDERED=False,
-        BLOCK_Q=GROUP_ROWS,
+        BLOCK_Q=tile_m,
         BLOCK_KV=0,
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=40,
         MAX_REGISTERS=168,
         DK_REGISTERS=True,
         SPLIT_RING=True,
-        SHARED_KEYS=True,
-        ONE_WAY=True,
+        SHARED_KEYS=not own_keys,
+        ONE_WAY=not own_keys,
     )
 
 
