@@ -22,7 +22,7 @@ from ..launch.replay import (
     seen_before,
 )
 from .sm90.config import AttnBwdSm90Config
-from .sm90.config_split import AttnBwdDqSm90Config
+from .sm90.tuning import attn_bwd_sm90_is_split
 
 # Launches by all that gradients depend on but for lengths.
 _FAMILIES: Cache = {}
@@ -100,10 +100,7 @@ class _FamilyRecorder(Recorder):
         if record.complete and len(launches) in (3, 4) and not record.derived:
             _, backward, *_ = launches
             config = backward.args[-1]
-        # the split backward has kernels of two configurations
-        *_, last = launches or [None]
-        split = last is not None and isinstance(last.args[-1], AttnBwdDqSm90Config)
-        if isinstance(config, AttnBwdSm90Config) and not split:
+        if isinstance(config, AttnBwdSm90Config):
             family = _FAMILIES.get(self._family)
             if family is None:
                 # with kernels, which are imported when they are first needed
@@ -121,6 +118,9 @@ def gradient_recorder(
     """Records gradients that are computed in full, for calls with other lengths."""
     spec = call.spec
     if found is None or spec.block_mask is not None or spec.is_varlen:
+        return NO_RECORDER
+    if attn_bwd_sm90_is_split(call.problem):
+        # two kernels, whose launches are not those of one
         return NO_RECORDER
     dout, out, lse, q, k, v = tensors
     recordable = may_record(options, (dout, out, q, k, v), (lse,))
