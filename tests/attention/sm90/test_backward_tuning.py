@@ -196,6 +196,7 @@ def test_wide_heads_are_split_where_asked_and_without_a_mask(monkeypatch):
     assert attn_bwd_sm90_is_split(wide)
     assert attn_bwd_sm90_is_split(dataclasses.replace(wide, deterministic=True))
     assert not attn_bwd_sm90_is_split(dataclasses.replace(wide, mask_block=(64, 64)))
+    assert not attn_bwd_sm90_is_split(dataclasses.replace(wide, softcap=True))
     assert not attn_bwd_sm90_is_split(problem(**PACKED_WIDE))
     assert not attn_bwd_sm90_is_split(problem())
 

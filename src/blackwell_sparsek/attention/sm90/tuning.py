@@ -320,7 +320,10 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     heads above 128 have one kernel, whose tiles have 64 keys whatever the mask.
     """
     if _is_wide(problem):
-        return WIDE_SPLIT is not None and problem.mask_block is None and not problem.varlen
+        # capped scores beside dq of 256 columns: 2272 bytes of spills
+        spills = problem.softcap and problem.head_dim > 192
+        dense = problem.mask_block is None and not problem.varlen
+        return WIDE_SPLIT is not None and dense and not spills
     return problem.mask_block is not None and problem.mask_block[1] == 64
 
 
