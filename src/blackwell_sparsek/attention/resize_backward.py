@@ -22,6 +22,7 @@ from ..launch.replay import (
     seen_before,
 )
 from .sm90.config import AttnBwdSm90Config
+from .sm90.tuning import attn_bwd_sm90_is_split
 
 # Launches by all that gradients depend on but for lengths.
 _FAMILIES: Cache = {}
@@ -117,6 +118,9 @@ def gradient_recorder(
     """Records gradients that are computed in full, for calls with other lengths."""
     spec = call.spec
     if found is None or spec.block_mask is not None or spec.is_varlen:
+        return NO_RECORDER
+    if attn_bwd_sm90_is_split(call.problem):
+        # two kernels, whose launches are not those of one
         return NO_RECORDER
     dout, out, lse, q, k, v = tensors
     recordable = may_record(options, (dout, out, q, k, v), (lse,))

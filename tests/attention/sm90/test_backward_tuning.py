@@ -6,7 +6,14 @@ import itertools
 import pytest
 import torch
 
+from blackwell_sparsek.attention.sm90 import tuning
 from blackwell_sparsek.attention.sm90.config import INFO_DEPTH, make_backward_config
+from blackwell_sparsek.attention.sm90.config_split import (
+    MOST_OWN_COLUMNS,
+    WideSplit,
+    make_wide_dkdv_config,
+    make_wide_dq_config,
+)
 from blackwell_sparsek.attention.sm90.tuning import (
     FEW_QUERIES,
     attn_bwd_sm90_config,
@@ -162,6 +169,36 @@ def test_wide_heads_share_keys(dims, stages, block):
     assert 2 * (64 * sum(dims) + queries + exchanged) + 3072 <= 227 * 1024
     registers = 4 * config.CONSUMER_REGISTERS + 4 * config.PRODUCER_REGISTERS
     assert 12 * config.MAX_REGISTERS - registers >= 4 * config.CONSUMER_REGISTERS
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (192, 128), (256, 64), (64, 256)])
+def test_two_kernels_of_wide_heads_fit(dims):
+    config = make_wide_dkdv_config(*dims, WideSplit())
+    assert config.tile_n == config.TILE_M == config.scored_queries == 64
+    assert config.STAGES == config.DOUT_STAGES and config.STAGES >= 2 and config.DS_STAGES == 2
+    # lse, delta, barriers and descriptions of steps take less than 3 KiB
+    weights = 2 * 4 * 64 * 64
+    assert (config.STAGES + 1) * 2 * 64 * sum(dims) + weights + 3072 <= 227 * 1024
+    narrow = make_wide_dkdv_config(*dims, WideSplit(NARROW_TILES=True))
+    own_keys = sum(dims) <= MOST_OWN_COLUMNS
+    assert (narrow.TILE_M, narrow.tile_n) == ((32, 128) if own_keys else (64, 64))
+    assert own_keys != (narrow == config) and narrow.STAGES + 2 < INFO_DEPTH
+    config = make_wide_dq_config(*dims)
+    assert config.tile_m == 128 and config.K_STAGES >= 2 and config.V_STAGES >= 1
+    keys = 64 * (config.K_STAGES * dims[0] + config.V_STAGES * dims[1])
+    assert 2 * (128 * sum(dims) + keys) + 1024 <= 227 * 1024
+
+
+def test_wide_heads_are_split_where_asked_and_without_a_mask(monkeypatch):
+    wide = problem(head_dim=256, head_dim_v=256)
+    assert not attn_bwd_sm90_is_split(wide)
+    monkeypatch.setattr(tuning, "WIDE_SPLIT", WideSplit())
+    assert attn_bwd_sm90_is_split(wide)
+    assert attn_bwd_sm90_is_split(dataclasses.replace(wide, deterministic=True))
+    assert not attn_bwd_sm90_is_split(dataclasses.replace(wide, mask_block=(64, 64)))
+    assert not attn_bwd_sm90_is_split(dataclasses.replace(wide, softcap=True))
+    assert not attn_bwd_sm90_is_split(problem(**PACKED_WIDE))
+    assert not attn_bwd_sm90_is_split(problem())
 
 
 def test_only_what_was_asked_for_is_in_order():

@@ -223,21 +223,28 @@ class OwnQueries(NamedTuple):
 
 
 @gluon.jit
-def _copy(desc, ring, step, batch, head, row, STAGES: gl.constexpr):
-    """Start the copy of one tile into a ring, once its stage is free."""
+def copy_rows(
+    desc, ring, step, batch, head, row,
+    STAGES: gl.constexpr, SLICES: gl.constexpr = 1, GROUPS: gl.constexpr = 1,
+):  # fmt: skip
+    """Start the copies of one tile into a ring, once its stage is free: slices of 64 rows each."""
+    width: gl.constexpr = desc.block_type.shape[3]
     stage = step % STAGES
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    async_load(desc, [batch, head, row, 0], full, ring.tiles.index(stage))
+    mbarrier.expect(full, GROUPS * SLICES * desc.block_type.nbytes)
+    for g in gl.static_range(GROUPS):
+        for i in gl.static_range(SLICES):
+            tile = ring.tiles.index((stage * GROUPS + g) * SLICES + i)
+            async_load(desc, [batch, head, row + g * ROWS, i * width], full, tile)
 
 
 @gluon.jit
 def _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG: gl.constexpr):
     """Start the copies of one tile of keys and of values; return the next step."""
     start = tile_starts(visit, kv_tile, CFG)[0]
-    _copy(k_desc, shared.k, step, batch, kv_head, start, CFG.K_STAGES)
-    _copy(v_desc, shared.v, step, batch, kv_head, start, CFG.V_STAGES)
+    copy_rows(k_desc, shared.k, step, batch, kv_head, start, CFG.K_STAGES)
+    copy_rows(v_desc, shared.v, step, batch, kv_head, start, CFG.V_STAGES)
     return step + 1
 
 
@@ -255,12 +262,12 @@ def _produce_dq(q_desc, dout_desc, k_desc, v_desc, shared, begun, CFG: gl.conste
         q_row = tile.q_tile * ROWS
         _, kv_tiles = count_tiles(tile.plan, CFG)
         visit = Visit(shared.mask.lists, tile.plan, num_masked_blocks(tile.plan), shared.lengths.kv)
-        _copy(dout_desc, shared.dout, slot, batch, q_head, q_row, 1)
+        copy_rows(dout_desc, shared.dout, slot, batch, q_head, q_row, 1)
         # queries come after the first keys: their memory holds dq of the last work tile to its end
         ahead = gl.minimum(kv_tiles, CFG.V_STAGES)
         for kv_tile in range(0, ahead):
             step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
-        _copy(q_desc, shared.q, slot, batch, q_head, q_row, 1)
+        copy_rows(q_desc, shared.q, slot, batch, q_head, q_row, 1)
         for kv_tile in range(ahead, kv_tiles):
             step = _copy_keys(k_desc, v_desc, shared, visit, batch, kv_head, kv_tile, step, CFG)
         slot += 1
@@ -275,7 +282,7 @@ def _await(ring, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _free(ring, step, STAGES: gl.constexpr):
+def free_stage(ring, step, STAGES: gl.constexpr):
     """Tell the producer that the tile of a step is done with."""
     mbarrier.arrive(ring.empty.index(step % STAGES), count=1)
 
@@ -319,11 +326,11 @@ def _step_dq(
     dq_started = warpgroup_mma(ds, k, dq, is_async=True)
     s_started, dp_started = _start_scores(own, shared, step + 1, CFG)
     s, dq = warpgroup_mma_wait(1, deps=(s_started, dq_started))
-    _free(shared.k, step, CFG.K_STAGES)
+    free_stage(shared.k, step, CFG.K_STAGES)
     step += 1
     p, capped = _weights(s, own, score, visit, kv_tile, MASKED, CFG)
     dp = warpgroup_mma_wait(0, deps=(dp_started,))
-    _free(shared.v, step, CFG.V_STAGES)
+    free_stage(shared.v, step, CFG.V_STAGES)
     return step, dq, _gradients(p, capped, dp, own, score, CFG)
 
 
@@ -363,8 +370,8 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
             dp = warpgroup_mma_wait(0, deps=(dp_started,))
             # not before a product had them: a barrier does not wait for what was loaded, and copies
             # of the next output gradients came sooner where other programs kept shared memory busy
-            _free(shared.dout, slot, 1)
-            _free(shared.v, step, CFG.V_STAGES)
+            free_stage(shared.dout, slot, 1)
+            free_stage(shared.v, step, CFG.V_STAGES)
             ds = _gradients(p, capped, dp, own, score, CFG)
             for kv_tile in range(1, masked_tiles):
                 step, dq, ds = _step_dq(step, dq, ds, own, score, shared, visit, kv_tile, True, CFG)
@@ -376,17 +383,17 @@ def _consume_dq(dq_desc, lse_ptr, delta_ptr, score, shared, CFG: gl.constexpr):
             k = shared.k.tiles.index(placed(step % CFG.K_STAGES))
             dq_started = warpgroup_mma(ds, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq_started,))
-            _free(shared.k, step, CFG.K_STAGES)
+            free_stage(shared.k, step, CFG.K_STAGES)
             step += 1
         else:
-            _free(shared.dout, slot, 1)
+            free_stage(shared.dout, slot, 1)
         # every product with the queries is done: dq takes their memory
         dq_smem = shared.q.tiles.index(0)
         dq_smem.store((dq * score.scale).to(dq_smem.dtype))
         fence_async_shared()
         async_store(dq_desc, [batch, q_head, q_start, 0], dq_smem)
         tma.store_wait(0)
-        _free(shared.q, slot, 1)
+        free_stage(shared.q, slot, 1)
         slot += 1
         tile = take_work_tile(work, slot)
 

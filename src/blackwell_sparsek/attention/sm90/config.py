@@ -371,7 +371,9 @@ class AttnBwdSm90Config:
     separate barriers, because the latter are free first; DOUT_STAGES of these are in flight.
 
     SHARED_KEYS, for wide heads: both warp groups work on the same 64 keys, one on dk, the other on
-    dv (`backward_wide`). Tiles then lie in shared memory as slices of columns.
+    dv (`backward_wide`). Tiles then lie in shared memory as slices of columns. ONE_WAY, of these:
+    dk and dv alone; DS_STAGES tiles of weights go from one warp group to the other. Wide heads
+    without SHARED_KEYS: dk and dv alone, by tiles of 32 queries.
 
     SPLIT_HEADS: several work tiles share the query heads of a KV head, and dk and dv are added up
     in memory, in fp32, as dq is. If ORDERED, each work tile stores sums of its own instead.
@@ -396,17 +398,23 @@ class AttnBwdSm90Config:
     SPLIT_RING: bool
     SHARED_KEYS: bool = False
     SPLIT_HEADS: bool = False
+    ONE_WAY: bool = False
 
     def __post_init__(self) -> None:
         assert self.CONSUMERS in (1, 2), f"{self.CONSUMERS=}"
-        tile_m = 64 if self.TILE_D == 128 and not self.SHARED_KEYS else 128
-        assert self.CONSUMERS == 1 or tile_m == self.TILE_M, f"{self=}"
         wide = max(self.TILE_D, self.TILE_DV) > 128
+        short = self.ONE_WAY or (self.TILE_D == 128 and not self.SHARED_KEYS)
+        tile_m = GROUP_ROWS if short else 2 * GROUP_ROWS
+        own_keys = wide and not self.SHARED_KEYS
+        assert self.CONSUMERS == 1 or (32 if own_keys else tile_m) == self.TILE_M, f"{self=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
-        assert wide == self.SHARED_KEYS and (self.SPLIT_RING or not wide), f"{self=}"
+        assert wide or not self.SHARED_KEYS, f"{self=}"
+        assert self.SPLIT_RING or not wide, f"{self=}"
         assert self.SPLIT_RING or self.DOUT_STAGES == self.STAGES, f"{self=}"
         for score, tile in ((self.SCORE_D, self.TILE_D), (self.SCORE_DV, self.TILE_DV)):
             assert score == tile or (score == 96 and tile == 128 and not wide), f"{self=}"
+        assert self.SHARED_KEYS or not self.ONE_WAY, f"{self=}"
+        assert not (self.ORDERED and (self.ONE_WAY or own_keys)), f"{self=}"
         whole = wide or self.BLOCK_KV or self.CONSUMERS == 1
         assert not (self.SPLIT_HEADS and whole), f"{self=}"
         assert self.BLOCK_Q % self.TILE_M == 0 or self.TILE_M == 2 * self.BLOCK_Q, f"{self=}"
@@ -419,17 +427,18 @@ class AttnBwdSm90Config:
     @property
     def scored_queries(self) -> int:
         """Queries of a tile that a warp group scores."""
-        return self.TILE_M // 2 if self.SHARED_KEYS else self.TILE_M
+        halved = self.SHARED_KEYS and not self.ONE_WAY
+        return self.TILE_M // 2 if halved else self.TILE_M
 
     @property
     def slice_d(self) -> int:
-        """Columns of a slice of queries and keys; they are whole unless keys are shared."""
-        return slice_width(self.TILE_D) if self.SHARED_KEYS else self.TILE_D
+        """Columns of a slice of queries and keys; up to 128 they are whole."""
+        return slice_width(self.TILE_D)
 
     @property
     def slice_dv(self) -> int:
         """The same of values and output gradients."""
-        return slice_width(self.TILE_DV) if self.SHARED_KEYS else self.TILE_DV
+        return slice_width(self.TILE_DV)
 
     @property
     def d_slices(self) -> int:
@@ -583,101 +592,4 @@ def _make_wide_backward_config(
         DK_REGISTERS=False,
         SPLIT_RING=True,
         SHARED_KEYS=True,
-    )
-
-
-# The split backward for masks with key blocks of 64: one kernel for dk and dv, another for dq.
-
-
-@dataclass(frozen=True)
-class AttnBwdDqSm90Config:
-    """Everything the dq kernel of the split backward is specialised on. Sizes in elements.
-
-    A warp group keeps 64 queries and walks over tiles of TILE_N keys; BLOCK_KV, a multiple of
-    that, is the key block of the mask. TILE_D and TILE_DV are the head dims in shared memory,
-    beyond which TMA fills zeros. K_STAGES tiles of keys and V_STAGES of values are in flight: keys
-    are needed for a step longer. The kernel is compiled for MAX_REGISTERS per thread; producer and
-    scheduler warp give all but PRODUCER_REGISTERS to the consumer.
-    """
-
-    TILE_N: int
-    TILE_D: int
-    TILE_DV: int
-    K_STAGES: int
-    V_STAGES: int
-    BLOCK_KV: int
-    PRODUCER_REGISTERS: int
-    MAX_REGISTERS: int
-
-    @property
-    def tile_m(self) -> int:
-        """Queries of a work tile."""
-        return GROUP_ROWS
-
-    @property
-    def parts(self) -> int:
-        """Copies that fill one tile of keys."""
-        return 1
-
-    @property
-    def part_rows(self) -> int:
-        """Keys of one such copy."""
-        return self.TILE_N
-
-    def q_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of queries, or of their gradients."""
-        return (1, 1, GROUP_ROWS, self.TILE_D)
-
-    def dout_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of output gradients."""
-        return (1, 1, GROUP_ROWS, self.TILE_DV)
-
-    def k_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of keys."""
-        return (1, 1, self.TILE_N, self.TILE_D)
-
-    def v_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of values."""
-        return (1, 1, self.TILE_N, self.TILE_DV)
-
-    def accumulator_layout(self, columns: int) -> object:
-        """Register layout of a [64, columns] WGMMA accumulator."""
-        return accumulator_layout(columns)
-
-
-def make_dq_config(tile_d: int, tile_dv: int, block_kv: int) -> AttnBwdDqSm90Config:
-    """The configuration of the split dq kernel for these head dims and key blocks."""
-    return AttnBwdDqSm90Config(
-        TILE_N=64,
-        TILE_D=tile_d,
-        TILE_DV=tile_dv,
-        K_STAGES=3,
-        V_STAGES=2,
-        BLOCK_KV=block_kv,
-        PRODUCER_REGISTERS=24,
-        MAX_REGISTERS=128,
-    )
-
-
-def make_dkdv_config(tile_d: int, tile_dv: int, block_size: tuple[int, int]) -> AttnBwdSm90Config:
-    """The configuration of the split dk/dv kernel."""
-    return AttnBwdSm90Config(
-        CONSUMERS=1,
-        # at 64 columns: 128 queries 419 TFLOP/s, 64 queries 523
-        TILE_M=64,
-        TILE_D=tile_d,
-        TILE_DV=tile_dv,
-        SCORE_D=tile_d,
-        SCORE_DV=tile_dv,
-        STAGES=2,
-        DOUT_STAGES=2,
-        DS_STAGES=0,
-        ORDERED=False,
-        BLOCK_Q=block_size[0],
-        BLOCK_KV=block_size[1],
-        CONSUMER_REGISTERS=232,
-        PRODUCER_REGISTERS=24,
-        MAX_REGISTERS=128,
-        DK_REGISTERS=True,
-        SPLIT_RING=False,
     )

@@ -32,12 +32,9 @@ from .backward_preprocess import (
 from .backward_shared import WorkPointers
 from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
 from .backward_wide import _attn_bwd_wide_sm90_kernel
-from .config import (
-    SUM_COLUMNS,
-    AttnBwdDqSm90Config,
-    AttnBwdSm90Config,
-    AttnFwdSm90Config,
-)
+from .backward_wide_queries import _attn_bwd_wide_dq_sm90_kernel
+from .config import SUM_COLUMNS, AttnBwdSm90Config, AttnFwdSm90Config
+from .config_split import AttnBwdDqSm90Config
 from .dq_order import Columns, DqOrder, Walk, dq_order
 from .forward import _attn_fwd_sm90_kernel
 from .forward_producer import Workspace
@@ -59,6 +56,9 @@ from .tuning import (
     attn_bwd_sm90_head_splits,
     attn_bwd_sm90_is_split,
     attn_bwd_sm90_raster_group,
+    attn_bwd_wide_dkdv_config,
+    attn_bwd_wide_dkdv_raster_group,
+    attn_bwd_wide_dq_config,
     attn_fwd_sm90_config,
     attn_fwd_sm90_raster_group,
 )
@@ -166,7 +166,7 @@ def tma_strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def backward(call: BackwardCall) -> None:
-    """Fill the gradients that are asked for, by one kernel or, under key blocks of 64, by two.
+    """Fill the gradients that are asked for, by one kernel or by two (`attn_bwd_sm90_is_split`).
 
     dk and dv come together: where only one was asked for, scratch memory takes the other.
     """
@@ -215,21 +215,30 @@ def _order_of_dq(call: BackwardCall, config: AttnBwdSm90Config, raster_group: in
 
 
 def _backward_split(call: BackwardCall) -> torch.Tensor:
-    """Gradients by two kernels, one for dk and dv and one for dq, under a mask.
+    """Gradients by two kernels, one for dk and dv and one for dq; wide heads have no mask here.
 
     The same bits in every run. Returns delta, fp32 [B, Hq, padded Sq].
     """
     given, problem, wanted = call.forward, call.problem, call.gradients
     q, k, band, mask = given.q, given.k, given.spec.band, given.spec.block_mask
-    assert mask is not None
     terms = launch_attn_bwd_terms(call)
     group_size = q.shape[1] // k.shape[1]
-    if wanted.dk is not None:
+    if mask is None:
+        if wanted.dk is not None:
+            raster_group = attn_bwd_wide_dkdv_raster_group(problem)
+            config = attn_bwd_wide_dkdv_config(problem)
+            launch_attn_bwd_wide_dkdv_sm90(call, terms, raster_group, config)
+        if wanted.dq is not None:
+            # as in the forward pass, which reads the same keys and values
+            raster_group = attn_fwd_sm90_raster_group(problem, band)
+            config_q = attn_bwd_wide_dq_config(problem)
+            launch_attn_bwd_wide_dq_sm90(call, terms, raster_group, config_q)
+    if mask is not None and wanted.dk is not None:
         config, raster_group = attn_bwd_dkdv_config(problem), attn_bwd_dkdv_raster_group(problem)
         sizes = (q.shape[0], k.shape[1], group_size, band, raster_group, config.tile_n)
         order = derived_list(mask, longest_columns_first, *sizes)
         launch_attn_bwd_dkdv_sm90(call, terms, order, config)
-    if wanted.dq is not None:
+    if mask is not None and wanted.dq is not None:
         # as in the forward pass: the heads that share keys run together
         order = derived_list(mask, longest_first, q.shape[0], q.shape[1], band, group_size)
         launch_attn_bwd_dq_sm90(call, terms, order, attn_bwd_dq_config(problem))
@@ -451,6 +460,71 @@ def launch_attn_bwd_dq_sm90(
             config,
         )
         launch(_attn_bwd_dq_sm90_kernel, programs, args, **_options(config))
+
+
+def launch_attn_bwd_wide_dkdv_sm90(
+    call: BackwardCall, terms: RowTerms, raster_group: int, config: AttnBwdSm90Config
+) -> None:
+    """Fill dk and dv of wide heads without a mask; arguments are as above.
+
+    `raster_group` is how many (batch, KV head) run together.
+    """
+    q, k, spec = call.forward.q, call.forward.k, call.forward.spec
+    dk, dv = call.gradients.dk, call.gradients.dv
+    assert dk is not None and dv is not None
+    operands = kernel_operands(call.forward)
+    batch_heads = operands.batch * k.shape[1]
+    sms = arch_of(q.device).num_sms
+    schedule = backward_schedule(config, sms, batch_heads, operands.lengths.kv)
+    counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
+    with on_device_of(q):
+        args = (
+            None,
+            _descriptor(dk, config.k_block()),
+            _descriptor(dv, config.v_block()),
+            *_inputs(call, config),
+            *(tensor_descriptor(x, config.row_block()) for x in terms),
+            WorkPointers(counter),
+            *(None, 0, 0),
+            *operands.lengths,
+            *operands.band,
+            batch_heads,
+            raster_group,
+            1,
+            *operands.heads,
+            *(None, 0),
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
+            config,
+        )
+        launch(_attn_bwd_wide_sm90_kernel, schedule.programs, args, **_options(config))
+
+
+def launch_attn_bwd_wide_dq_sm90(
+    call: BackwardCall, terms: RowTerms, raster_group: int, config: AttnBwdDqSm90Config
+) -> None:
+    """Fill dq of wide heads without a mask; `raster_group` (batch, head) run together."""
+    q, dq, spec = call.forward.q, call.gradients.dq, call.forward.spec
+    assert dq is not None
+    operands = kernel_operands(call.forward)
+    batch_heads = operands.batch * operands.heads.q
+    work_tiles = batch_heads * cdiv(operands.lengths.q, config.tile_m)
+    programs = min(arch_of(q.device).num_sms, work_tiles)
+    with on_device_of(q):
+        args = (
+            _descriptor(dq, config.q_block()),
+            *_inputs(call, config),
+            *terms,
+            self_resetting_counters(1, q.device),
+            *operands.lengths,
+            *operands.band,
+            batch_heads,
+            raster_group,
+            int(work_tiles > programs),
+            *operands.heads,
+            gradient_factors(spec.scale, spec.softcap, q.dtype),
+            config,
+        )
+        launch(_attn_bwd_wide_dq_sm90_kernel, programs, args, **_options(config))
 
 
 def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@ In the forward, lengths decide only among three tile heights and whether the tai
 a model with varying lengths compiles no more than a handful of variants.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -17,14 +18,19 @@ from ...launch.launcher import cdiv
 from ...masks.band import EVERYTHING, Band
 from .config import (
     ORDERED_TILES,
-    AttnBwdDqSm90Config,
     AttnBwdSm90Config,
     AttnFwdSm90Config,
     make_backward_config,
-    make_dkdv_config,
-    make_dq_config,
     make_forward_config,
     tile_width,
+)
+from .config_split import (
+    AttnBwdDqSm90Config,
+    WideSplit,
+    make_dkdv_config,
+    make_dq_config,
+    make_wide_dkdv_config,
+    make_wide_dq_config,
 )
 
 LARGEST_HEAD_DIM = 256
@@ -310,11 +316,15 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     Two kernels compute seven products instead of five, but need no dq sums in memory, of which a
     tile of 64 keys needs as many as one of 128. Time of one kernel over that of two, D128: 22 % of
     16k tokens 1.10, 5 % of 64k tokens 1.17; D64: 1.06, 1.08, with the two timed separately. With
-    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without. Heads above 128
-    have one kernel, whose tiles have 64 keys whatever the mask.
+    ordered accumulation, one kernel takes 1.44 and 1.30 times as long as without. Under a mask,
+    heads above 128 have one kernel, whose tiles have 64 keys whatever the mask.
     """
-    narrow_blocks = problem.mask_block is not None and problem.mask_block[1] == 64
-    return narrow_blocks and not _is_wide(problem)
+    if _is_wide(problem):
+        # capped scores beside dq of 256 columns: 2272 bytes of spills
+        spills = problem.softcap and problem.head_dim > 192
+        dense = problem.mask_block is None and not problem.varlen
+        return WIDE_SPLIT is not None and dense and not spills
+    return problem.mask_block is not None and problem.mask_block[1] == 64
 
 
 def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdSm90Config:
@@ -451,6 +461,25 @@ def _row_bytes(problem: AttnProblem) -> int:
 
 
 # The split backward.
+
+# How the backward of heads above 128 without a mask is split; None leaves it to one kernel.
+WIDE_SPLIT: WideSplit | None = None
+
+
+def attn_bwd_wide_dkdv_config(problem: AttnProblem) -> AttnBwdSm90Config:
+    """Tiles of the split dk/dv kernel for wide heads."""
+    tiles = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
+    return make_wide_dkdv_config(*tiles, WIDE_SPLIT or WideSplit())
+
+
+def attn_bwd_wide_dq_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
+    """Tiles of the split dq kernel for wide heads."""
+    return make_wide_dq_config(tile_width(problem.head_dim), tile_width(problem.head_dim_v))
+
+
+def attn_bwd_wide_dkdv_raster_group(problem: AttnProblem) -> int:
+    """Raster group of the dk/dv kernel for wide heads, which has no order to keep."""
+    return attn_bwd_sm90_raster_group(replace(problem, deterministic=False))
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,9 @@ from ...attention.sm90.backward_split import (
     _attn_bwd_dq_sm90_kernel,
 )
 from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
+from ...attention.sm90.backward_wide_queries import _attn_bwd_wide_dq_sm90_kernel
 from ...attention.sm90.config import make_forward_config
+from ...attention.sm90.config_split import MOST_OWN_COLUMNS, WideSplit, make_wide_dkdv_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
 from ...attention.sm90.launch import (
@@ -26,6 +28,8 @@ from ...attention.sm90.launch import (
     launch_attn_bwd_dq_sm90,
     launch_attn_bwd_sm90,
     launch_attn_bwd_terms,
+    launch_attn_bwd_wide_dkdv_sm90,
+    launch_attn_bwd_wide_dq_sm90,
     launch_attn_fwd_sm90,
 )
 from ...attention.sm90.tuning import (
@@ -33,6 +37,7 @@ from ...attention.sm90.tuning import (
     attn_bwd_dq_config,
     attn_bwd_sm90_config,
     attn_bwd_sm90_raster_group,
+    attn_bwd_wide_dq_config,
     attn_fwd_sm90_raster_group,
 )
 from ...attention.triton.backward import launch_attn_dkdv, launch_attn_dq
@@ -584,6 +589,52 @@ def split_sm90_cases() -> Iterator[CompileCase]:
             kernel=_attn_bwd_dq_sm90_kernel, archs=(90,), expect=WGMMA,
             max_spill_bytes=asked.dq_spill_bytes,
         )  # fmt: skip
+
+
+# Spills are those of a work tile, except with a softcap; the other loops have none.
+WIDE_SPLIT_SM90 = (
+    BackwardSm90(256, 256, dq_spill_bytes=288),
+    BackwardSm90(256, 256, softcap=True, dtype=HALF, max_spill_bytes=64, dq_spill_bytes=2304),
+    BackwardSm90(192, 128),
+    BackwardSm90(192, 192, dtype=HALF),
+    BackwardSm90(128, 256),
+    BackwardSm90(256, 64),
+)
+
+
+def _launch_wide_dkdv_sm90(asked: BackwardSm90, split: WideSplit) -> None:
+    call, raster_group = asked.call(), 2
+    config = make_wide_dkdv_config(asked.head_dim, asked.head_dim_v, split)
+    launch_attn_bwd_wide_dkdv_sm90(call, launch_attn_bwd_terms(call), raster_group, config)
+
+
+def _launch_wide_dq_sm90(asked: BackwardSm90) -> None:
+    call = asked.call()
+    config, raster_group = attn_bwd_wide_dq_config(call.problem), 2
+    launch_attn_bwd_wide_dq_sm90(call, launch_attn_bwd_terms(call), raster_group, config)
+
+
+@compile_cases
+def wide_split_sm90_cases() -> Iterator[CompileCase]:
+    """The two kernels of the split backward for wide heads."""
+    for asked in WIDE_SPLIT_SM90:
+        yield launched_case(
+            f"attn_bwd_wide_keys_sm90/{asked.name}", _launch_wide_dkdv_sm90, asked, WideSplit(),
+            kernel=_attn_bwd_wide_sm90_kernel, archs=(90,), expect=WGMMA,
+            max_spill_bytes=asked.max_spill_bytes,
+        )  # fmt: skip
+        yield launched_case(
+            f"attn_bwd_wide_queries_sm90/{asked.name}", _launch_wide_dq_sm90, asked,
+            kernel=_attn_bwd_wide_dq_sm90_kernel, archs=(90,), expect=WGMMA,
+            max_spill_bytes=asked.dq_spill_bytes,
+        )  # fmt: skip
+        if asked.head_dim + asked.head_dim_v <= MOST_OWN_COLUMNS:
+            narrow = WideSplit(NARROW_TILES=True)
+            yield launched_case(
+                f"attn_bwd_wide_keys_sm90/{asked.name}-narrow", _launch_wide_dkdv_sm90, asked,
+                narrow, kernel=_attn_bwd_wide_sm90_kernel, archs=(90,), expect=WGMMA,
+                max_spill_bytes=96,
+            )  # fmt: skip
 
 
 def _launch_visits(blocks: int, pack: int) -> None:
