@@ -32,26 +32,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.gluon.compat import async_store, placed
 from ...device.gluon.memory import acquire_by_group, add_vectors, release_by_group, store_vectors
-from ...device.gluon.pipeline import barriers, take, tile_at, tile_place, work_channel
+from ...device.gluon.pipeline import barriers, take, tile_at, work_channel
 from ...device.records import Band, GradientScore, Heads, Lengths, Mask
-from ...device.schedule import first_slot, token_span
 from .backward import block_semaphore, hand_over, in_register_order, score_step, zero_of
 from .backward_producer import heads_of_visits, produce_steps
 from .backward_shared import (
     BATCH_HEAD,
-    PADDING,
-    Q_ROW,
+    DENSE_FIELDS,
+    PACKED_FIELDS,
     RANK,
     ROWS,
     Descriptors,
     Packing,
     Shared,
     WorkOrder,
-    padded_queries,
+    place_of_keys,
     query_ring,
     read_info,
     resident_keys,
     step_infos,
+    sum_row,
 )
 
 # Columns of dq that are multiplied and added at a time, and the numbers of such a tile.
@@ -153,10 +153,8 @@ def _add_piece(sums_ptr, dq, first, CFG: gl.constexpr):
 def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add dq of a warp group's queries to the sums in memory, whose first piece is under way."""
     pieces: gl.constexpr = CFG.TILE_D // DQ_COLUMNS
-    q_len = shared.lengths.q
-    rows = padded_queries(q_len)
     batch_head = read_info(shared.steps, step, BATCH_HEAD, 4)
-    row = read_info(shared.steps, step, Q_ROW + GROUP, 4)
+    row, rows = sum_row(shared.steps, shared.packing, shared.lengths.q, step, GROUP, 4)
     # a part without queries, which begins past all rows, adds nothing and has no rank
     exists = row < rows
     first = False
@@ -169,12 +167,7 @@ def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.con
         first = rank == 0
         if has_rank & (tile_in_block == CFG.last_in_block):
             acquire_by_group(semaphore, rank)
-    if shared.packing is not None:
-        head_rows, first_row = shared.packing.head_rows, shared.packing.first_row
-    else:
-        head_rows, first_row = rows, 0
-    sum_row = batch_head.to(gl.int64) * head_rows + first_row + row
-    sums_ptr = sums.sums_ptr + sum_row * CFG.TILE_D
+    sums_ptr = sums.sums_ptr + (batch_head.to(gl.int64) * rows + row) * CFG.TILE_D
     for piece in gl.static_range(pieces):
         if piece + 1 < pieces:
             after = _start_dq(ds, shared.keys.k_smem, step, piece + 1, CFG)
@@ -249,14 +242,13 @@ def _store_gradient(desc, acc, factor, smem, place, row, WIDTH: gl.constexpr):
 @gluon.jit
 def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dk or dv of the 64 keys of each work tile, and dq of half of the queries."""
-    work, heads = shared.work, shared.heads
+    work = shared.work
     k_smem, v_smem, kv_full, kv_empty = shared.keys
     slices: gl.constexpr = CFG.d_slices if GROUP == 0 else CFG.dv_slices
     width: gl.constexpr = CFG.slice_d if GROUP == 0 else CFG.slice_dv
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.scored_queries)
     layout: gl.constexpr = CFG.accumulator_layout(CFG.slice_d if GROUP == 0 else CFG.slice_dv)
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    kv_heads = heads.q // heads.group_size
     visits, _ = heads_of_visits(shared, CFG)
     step = 0
     slot = 1
@@ -264,19 +256,6 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     batch_head, kv_tile = take(work, 0)
     while batch_head >= 0:
         kv_index = kv_tile * ROWS + offs_n
-        if shared.packing is not None:
-            batch = batch_head // kv_heads
-            cu_seqlens = shared.packing.cu_seqlens
-            kv_span = token_span(cu_seqlens.kv, batch, 0)
-            q_span = token_span(cu_seqlens.q, batch, 0)
-            first_row = first_slot(cu_seqlens.q, batch, PADDING) * PADDING
-            here = Shared(
-                shared.mask, shared.keys, shared.queries, shared.steps, work,
-                Lengths(q_span.length, kv_span.length), heads, shared.band,
-                Packing(cu_seqlens, shared.packing.head_rows, first_row),
-            )  # fmt: skip
-        else:
-            here = shared
         acc = ()
         for _ in gl.static_range(slices):
             acc = acc + (gl.zeros([ROWS, width], gl.float32, layout),)  # noqa: RUF005
@@ -285,24 +264,16 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             q_tiles, masked_tiles = take(work, slot)
             slot += 1
             for _ in range(masked_tiles):
-                acc = _step(acc, step, kv_index, exchange, outputs, here, True, GROUP, CFG)
+                acc = _step(acc, step, kv_index, exchange, outputs, shared, True, GROUP, CFG)
                 step += 1
             # a loop of its own: what masks spill would be reloaded here
             for _ in range(masked_tiles, q_tiles):
-                acc = _step(acc, step, kv_index, exchange, outputs, here, False, GROUP, CFG)
+                acc = _step(acc, step, kv_index, exchange, outputs, shared, False, GROUP, CFG)
                 step += 1
         mbarrier.arrive(exchange.done, count=1)
         mbarrier.wait(exchange.done, work_tiles & 1)
         # found here, and not before: registers are scarce in the loops
-        batch = batch_head // kv_heads
-        head = batch_head % kv_heads
-        if shared.packing is not None:
-            kv_span = token_span(shared.packing.cu_seqlens.kv, batch, 0)
-            place = tile_place(
-                shared.packing.cu_seqlens.kv, batch, head, kv_span.first, kv_span.length
-            )
-        else:
-            place = tile_place(None, batch, head, 0, shared.lengths.kv)
+        place = place_of_keys(shared, batch_head)
         if GROUP == 0:
             scale = outputs.score.scale
             _store_gradient(outputs.dk_desc, acc, scale, k_smem, place, kv_tile * ROWS, width)
@@ -368,7 +339,7 @@ def _attn_bwd_wide_sm90_kernel(
         barriers(1, consumers).index(0),
     )
     exchange = Exchange(p_smem, ds_smem, ready, free, done)
-    steps = step_infos()
+    steps = step_infos(DENSE_FIELDS if cu_seqlens is None else PACKED_FIELDS)
     work = work_channel(2, consumers)
     fence_async_shared()
 
@@ -376,7 +347,7 @@ def _attn_bwd_wide_sm90_kernel(
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
     packing = None
     if cu_seqlens is not None:
-        packing = Packing(cu_seqlens, head_rows, 0)
+        packing = Packing(cu_seqlens, head_rows)
     shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, packing)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,

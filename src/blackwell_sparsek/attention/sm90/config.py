@@ -513,19 +513,20 @@ def make_backward_config(
     ordered: bool = False,
     split_heads: bool = False,
     head_dims: tuple[int, int] | None = None,
+    packed: bool = False,
 ) -> AttnBwdSm90Config:
     """The configuration for these tiles; `block_size` is the mask's, None when dense.
 
-    Wide heads and masks are never split. `head_dims` are those of the tensors; by default scores
-    sum over whole tiles.
+    Wide heads, masks and packed sequences are never split. `head_dims` are those of the tensors; by
+    default scores sum over whole tiles.
     """
     if max(tile_d, tile_dv) > 128:
         return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)
     tile_m = 64 if tile_d == 128 else 128
     # an ordered addition takes as long as a step of 64 queries, so two steps share one
     block_q, block_kv = block_size or (ROW_PADDING if ordered else tile_m, 0)
-    # under a mask, a producer with 24 registers spills
-    producer = 24 if block_size is None else 40
+    # under a mask or among packed sequences, a producer with 24 registers spills
+    producer = 24 if block_size is None and not packed else 40
     head_dim, head_dim_v = head_dims or (tile_d, tile_dv)
     return AttnBwdSm90Config(
         CONSUMERS=2,

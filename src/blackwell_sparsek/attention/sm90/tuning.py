@@ -12,6 +12,7 @@ from ...calls.attention import AttnProblem
 from ...calls.fp8 import Fp8AttnProblem
 from ...core.compat import why_no_gluon
 from ...dispatch.machine import why_no_kernels
+from ...dispatch.not_run_yet import not_run_yet
 from ...launch.descriptors import GROUP_ROWS
 from ...launch.launcher import cdiv
 from ...masks.band import EVERYTHING, Band
@@ -286,12 +287,8 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
 
 def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
     """Why the Hopper backward cannot run these packed sequences, or None."""
-    if not _is_wide(problem):
-        return "packed sequences with head dimensions up to 128 are not written yet"
     if problem.mask_block is not None:
         return "packed sequences with a mask are not written yet"
-    if problem.deterministic:
-        return "deterministic gradients of packed sequences are not written yet"
     if problem.tokens is not None and problem.tokens[0] == 0:
         return "TMA cannot describe zero queries"
     return None
@@ -301,6 +298,9 @@ def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
+    # those of wide heads in no fixed order have run
+    if problem.varlen and (problem.deterministic or not _is_wide(problem)):
+        return not_run_yet(problem)
     return None
 
 
@@ -325,7 +325,8 @@ def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdS
     tile_dv = tile_width(problem.head_dim_v)
     masked, ordered = problem.mask_block, problem.deterministic
     dims = problem.head_dim, problem.head_dim_v
-    return make_backward_config(tile_d, tile_dv, masked, ordered, head_splits > 1, dims)
+    split = head_splits > 1
+    return make_backward_config(tile_d, tile_dv, masked, ordered, split, dims, problem.varlen)
 
 
 def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
@@ -338,7 +339,7 @@ def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
     work for all SMs, do without that memory.
     """
     group_size = problem.heads_q // problem.heads_kv
-    if group_size == 1 or problem.mask_block is not None or _is_wide(problem):
+    if group_size == 1 or problem.mask_block is not None or problem.varlen or _is_wide(problem):
         return 1
     work_tiles = problem.batch * problem.heads_kv * cdiv(problem.max_k, _keys_of_tile(problem))
     if problem.deterministic and work_tiles > UNEVEN_TILES * problem.arch.num_sms:
