@@ -29,7 +29,8 @@ def problem(**changes):
     return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
 
 
-PACKED_WIDE = {"varlen": True, "tokens": (4096, 4096), "head_dim": 192}
+PACKED = {"varlen": True, "tokens": (4096, 4096)}
+PACKED_WIDE = PACKED | {"head_dim": 192}
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,8 @@ PACKED_WIDE = {"varlen": True, "tokens": (4096, 4096), "head_dim": 192}
         ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         ({"head_dim": 264}, "up to 256 in steps of 8, got 264 and 128"),
-        ({"varlen": True}, "packed sequences with head dimensions up to 128 are not written yet"),
         (PACKED_WIDE | {"mask_block": (128, 128)}, "packed sequences with a mask"),
-        (PACKED_WIDE | {"deterministic": True}, "deterministic gradients of packed sequences"),
+        (PACKED | {"mask_block": (128, 128)}, "packed sequences with a mask"),
         (PACKED_WIDE | {"tokens": (0, 100)}, "TMA cannot describe zero queries"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
@@ -58,7 +58,10 @@ def test_why_not(changes, reason):
         {"dtype": torch.float16},
         {"head_dim": 8, "head_dim_v": 128},
         {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
+        PACKED,
+        PACKED | {"head_dim": 64, "head_dim_v": 64, "deterministic": True},
         PACKED_WIDE,
+        PACKED_WIDE | {"deterministic": True},
         {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
@@ -77,6 +80,24 @@ def test_what_runs(changes):
 def test_auto_takes_packed_sequences_with_wide_heads():
     assert attn_bwd_sm90_passed_over(problem(**PACKED_WIDE)) is None
     assert "31 queries" in attn_bwd_sm90_passed_over(problem(**PACKED_WIDE, max_q=31))
+
+
+@pytest.mark.parametrize("new", [PACKED, PACKED_WIDE | {"deterministic": True}])
+def test_auto_waits_until_a_gpu_has_run_other_packed_sequences(new):
+    assert "has not run on a GPU yet" in attn_bwd_sm90_passed_over(problem(**new))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_packed_sequences_have_tiles_of_their_own(dim):
+    """Their producer needs registers; no work tiles share the heads of a group."""
+    dims = {"head_dim": dim, "head_dim_v": dim, "heads_q": 28, "heads_kv": 4}
+    dense = attn_bwd_sm90_config(problem(**dims))
+    packed = problem(**PACKED, **dims)
+    assert attn_bwd_sm90_head_splits(packed, Band(None, 0)) == 1
+    config = attn_bwd_sm90_config(packed)
+    assert (config.PRODUCER_REGISTERS, config.CONSUMER_REGISTERS) == (40, 232)
+    own = {"PRODUCER_REGISTERS": 24, "CONSUMER_REGISTERS": 240}
+    assert dataclasses.replace(config, **own) == dense
 
 
 def test_few_queries_are_left_to_smaller_tiles():

@@ -26,6 +26,9 @@ Few KV heads with many query heads each make few and long work tiles. With `SPLI
 work tiles share the query heads of a KV tile and add dk and dv to fp32 sums, which a kernel of
 `backward_preprocess` rounds; in ordered accumulation each has sums of its own, added up there.
 
+Packed sequences have the same steps: the producer finds the sequence of a KV tile and describes it
+with each step (`backward_shared.StepInfo`), and tensor maps end at the end of a sequence.
+
 Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `backward_preprocess`. Limits:
 those of `forward`; key blocks of masks of 128 or 256; those of 64 go to `backward_split`, and head
 dims above 128 to `backward_wide`.
@@ -476,7 +479,7 @@ def _add_gradient(desc, x, smem, head, row, WIDTH: gl.constexpr, CFG: gl.constex
 @gluon.jit
 def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Gradients of 64 keys of each work tile."""
-    dq_ring, work = outputs.dq_ring, shared.work
+    dq_ring, work, heads = outputs.dq_ring, shared.work, shared.heads
     k_smem, v_smem, kv_full, kv_empty = shared.keys
     tile_d: gl.constexpr = CFG.TILE_D
     tile_dv: gl.constexpr = CFG.TILE_DV
@@ -494,6 +497,7 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     dk_tile = reinterpret(dq_ring.tiles.index(GROUP), dtype, dk_room, dk_layout).index(0)
     dv_tile = reinterpret(dq_ring.tiles.index(GROUP), dtype, dv_room, dv_layout).index(0)
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) + GROUP * ROWS
+    kv_heads = heads.q // heads.group_size
     visits, _ = heads_of_visits(shared, CFG)
     step = 0
     slot = 1
@@ -533,7 +537,7 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             _add_gradient(outputs.dv_desc, dv, sums_tile, head, row, CFG.TILE_DV, CFG)
             _add_gradient(outputs.dk_desc, dk, sums_tile, head, row, CFG.TILE_D, CFG)
         else:
-            place = tile_at(place_of_keys(shared, batch_head), row)
+            place = tile_at(place_of_keys(shared, batch_head, kv_heads), row)
             _store_gradient(outputs.dv_desc, dv.to(dtype), dv_tile, place)
             _store_gradient(outputs.dk_desc, (dk * outputs.score.scale).to(dtype), dk_tile, place)
         work_tiles += 1

@@ -208,9 +208,8 @@ def sum_row(steps, packing, q_len, step, PART: gl.constexpr, WARPS: gl.constexpr
 
 
 @gluon.jit
-def place_of_keys(shared, batch_head):
+def place_of_keys(shared, batch_head, kv_heads):
     """What `tile_at` takes for the keys of a (batch, KV head), to store their gradients."""
-    kv_heads = shared.heads.q // shared.heads.group_size
     batch = batch_head // kv_heads
     head = batch_head % kv_heads
     if shared.packing is not None:

@@ -242,13 +242,14 @@ def _store_gradient(desc, acc, factor, smem, place, row, WIDTH: gl.constexpr):
 @gluon.jit
 def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """dk or dv of the 64 keys of each work tile, and dq of half of the queries."""
-    work = shared.work
+    work, heads = shared.work, shared.heads
     k_smem, v_smem, kv_full, kv_empty = shared.keys
     slices: gl.constexpr = CFG.d_slices if GROUP == 0 else CFG.dv_slices
     width: gl.constexpr = CFG.slice_d if GROUP == 0 else CFG.slice_dv
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.scored_queries)
     layout: gl.constexpr = CFG.accumulator_layout(CFG.slice_d if GROUP == 0 else CFG.slice_dv)
     offs_n = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    kv_heads = heads.q // heads.group_size
     visits, _ = heads_of_visits(shared, CFG)
     step = 0
     slot = 1
@@ -273,7 +274,7 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         mbarrier.arrive(exchange.done, count=1)
         mbarrier.wait(exchange.done, work_tiles & 1)
         # found here, and not before: registers are scarce in the loops
-        place = place_of_keys(shared, batch_head)
+        place = place_of_keys(shared, batch_head, kv_heads)
         if GROUP == 0:
             scale = outputs.score.scale
             _store_gradient(outputs.dk_desc, acc, scale, k_smem, place, kv_tile * ROWS, width)
