@@ -64,6 +64,7 @@ from .backward_shared import (
     RANK,
     ROWS,
     Descriptors,
+    Packing,
     Shared,
     WorkOrder,
     lengths_of_step,
@@ -550,7 +551,7 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_batch_heads",
-        "raster_group", "visit_heads", "q_heads", "group_size", "head_splits",
+        "raster_group", "visit_heads", "q_heads", "group_size", "head_splits", "head_rows",
     ]
 )  # fmt: skip
 def _attn_bwd_sm90_kernel(
@@ -577,7 +578,8 @@ def _attn_bwd_sm90_kernel(
     q_heads,
     group_size,
     head_splits,
-    packing,
+    cu_seqlens,
+    head_rows,
     score,
     CFG: gl.constexpr,
 ):
@@ -585,7 +587,8 @@ def _attn_bwd_sm90_kernel(
 
     `work_ptrs` are `WorkPointers`. `score` is what `gradient_factors` gives. With
     `CFG.SPLIT_HEADS`, `dk_desc` and `dv_desc` are those of sums, and `group_size` is that of a
-    share of the query heads. `packing` is a `Packing`, or None if sequences are not packed.
+    share of the query heads. `cu_seqlens` and `head_rows` are as in `Packing`, or None if sequences
+    are not packed.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -602,12 +605,15 @@ def _attn_bwd_sm90_kernel(
     # each warp group waits for both halves of ds
     ds_ring = DsRing(ds_smem, barriers(ds_stages, consumers))
     dq_ring = Ring(dq_smem, barriers(consumers, 1), barriers(consumers, 1))
-    steps = step_infos(DENSE_FIELDS if packing is None else PACKED_FIELDS)
+    steps = step_infos(DENSE_FIELDS if cu_seqlens is None else PACKED_FIELDS)
     work = work_channel(2, consumers)
     fence_async_shared()
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
+    packing = None
+    if cu_seqlens is not None:
+        packing = Packing(cu_seqlens, head_rows)
     shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, packing)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,

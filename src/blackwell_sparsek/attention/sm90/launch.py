@@ -29,7 +29,7 @@ from .backward_preprocess import (
     launch_attn_bwd_preprocess,
     launch_attn_bwd_round_keys,
 )
-from .backward_shared import Packing, WorkPointers
+from .backward_shared import WorkPointers
 from .backward_split import _attn_bwd_dkdv_sm90_kernel, _attn_bwd_dq_sm90_kernel
 from .backward_wide import _attn_bwd_wide_sm90_kernel
 from .config import (
@@ -311,8 +311,11 @@ def launch_attn_bwd_sm90(
             kernel = _attn_bwd_wide_sm90_kernel
         else:
             sums_arg = _sums_descriptor(sums, config)
-        offsets = operands.cu_seqlens if packed else None
-        packing = Packing(offsets, padded) if packed else None
+        offsets, head_rows = (operands.cu_seqlens, padded) if packed else (None, None)
+        if config.SHARED_KEYS:
+            shares_and_packing: tuple[Any, ...] = (offsets, head_rows or 0)
+        else:
+            shares_and_packing = (head_splits, offsets, head_rows)
         if key_sums is None:
             blocks = (config.k_block(), config.v_block())
             gradients = tuple(map(_descriptor, (dk, dv), blocks))
@@ -337,7 +340,7 @@ def launch_attn_bwd_sm90(
             1 if visits is None else visits.shape[1],
             operands.heads.q,
             group_size,
-            *((offsets, padded if packed else 0) if config.SHARED_KEYS else (head_splits, packing)),
+            *shares_and_packing,
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
