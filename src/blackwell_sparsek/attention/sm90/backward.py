@@ -64,7 +64,6 @@ from .backward_shared import (
     RANK,
     ROWS,
     Descriptors,
-    Packing,
     Shared,
     WorkOrder,
     lengths_of_step,
@@ -295,7 +294,7 @@ def block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP: gl.constexpr, C
 
 @gluon.jit
 def write_dq(
-    dq_desc, semaphore_ptr, q_len, packing, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr
+    dq_desc, semaphore_ptr, q_len, head_rows, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
     """Add what a warp group hands over to the sums of dq in memory, by rank where `CFG.ORDERED`."""
     smem, full, empty = dq_ring
@@ -307,7 +306,7 @@ def write_dq(
         batch_head = read_info(steps, step, BATCH_HEAD, 1)
         if batch_head >= 0:
             column = 0 if CFG.dq_by_rows else GROUP
-            row, rows = sum_row(steps, packing, q_len, step, part, 1)
+            row, rows = sum_row(steps, head_rows, q_len, step, part, 1)
             place = [batch_head, (row // ROWS * (CFG.TILE_D // 64) + column) * SUM_ROWS, 0]
             rank = 1
             if CFG.ORDERED:
@@ -551,7 +550,7 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_batch_heads",
-        "raster_group", "visit_heads", "q_heads", "group_size", "head_splits", "head_rows",
+        "raster_group", "visit_heads", "q_heads", "group_size", "head_splits",
     ]
 )  # fmt: skip
 def _attn_bwd_sm90_kernel(
@@ -587,7 +586,7 @@ def _attn_bwd_sm90_kernel(
 
     `work_ptrs` are `WorkPointers`. `score` is what `gradient_factors` gives. With
     `CFG.SPLIT_HEADS`, `dk_desc` and `dv_desc` are those of sums, and `group_size` is that of a
-    share of the query heads. `cu_seqlens` and `head_rows` are as in `Packing`, or None if sequences
+    share of the query heads. `cu_seqlens` and `head_rows` are as in `Shared`, or None if sequences
     are not packed.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -611,10 +610,7 @@ def _attn_bwd_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    packing = None
-    if cu_seqlens is not None:
-        packing = Packing(cu_seqlens, head_rows)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, packing)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, cu_seqlens)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
         num_batch_heads, raster_group, head_splits,
@@ -626,8 +622,8 @@ def _attn_bwd_sm90_kernel(
             (_consume, (outputs, shared, 0, CFG)),
             (_consume, (outputs, shared, 1, CFG)),
             (produce_steps, (descs, order, shared, CFG)),
-            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, packing, dq_ring, steps, 0, CFG)),
-            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, packing, dq_ring, steps, 1, CFG)),
+            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, head_rows, dq_ring, steps, 0, CFG)),
+            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, head_rows, dq_ring, steps, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

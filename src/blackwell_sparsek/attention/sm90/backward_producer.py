@@ -79,7 +79,7 @@ class WorkTile(NamedTuple):
     kv_first: Any
     """The same among all keys."""
     first_row: Any
-    """Row of the first query of its sequence, see `Packing`; 0 unless packed."""
+    """Row of the first query of its sequence, see `Shared`; 0 unless packed."""
     visits: Any
     """What `heads_of_visits` gives, of all sequences alike, as consumers count them."""
     heads: Any
@@ -256,9 +256,9 @@ def _fetch_step(
     ring = shared.queries
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
-    if shared.packing is not None:
+    if shared.cu_seqlens is not None:
         batch_head = q_head
-        q_ptr = shared.packing.cu_seqlens.q
+        q_ptr = shared.cu_seqlens.q
         q_place = tile_place(q_ptr, batch, q_head, work_tile.q_first, shared.lengths.q)
     else:
         batch_head = batch * shared.heads.q + q_head
@@ -345,8 +345,8 @@ def _produce_tile(descs, order, shared, tile, done, CFG: gl.constexpr):
     kv_head = batch_head % kv_heads
     publish(work, slot, (batch_head, kv_tile))
     slot += 1
-    if shared.packing is not None:
-        kv_ptr = shared.packing.cu_seqlens.kv
+    if shared.cu_seqlens is not None:
+        kv_ptr = shared.cu_seqlens.kv
         kv_place = tile_place(kv_ptr, batch, kv_head, tile.kv_first, shared.lengths.kv)
     else:
         key_head = kv_head // order.head_splits if CFG.SPLIT_HEADS else kv_head
@@ -383,8 +383,8 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
     kv_tiles = (shared.lengths.kv + CFG.tile_n - 1) // CFG.tile_n
     total = num_batch_heads * kv_tiles
     sequence = 0
-    if shared.packing is not None:
-        cu_seqlens = shared.packing.cu_seqlens
+    if shared.cu_seqlens is not None:
+        cu_seqlens = shared.cu_seqlens
         num_sequences = num_batch_heads // kv_heads
         total = count_packed_tiles(cu_seqlens.kv, num_sequences, kv_heads, CFG.tile_n)
     step = 0
@@ -401,7 +401,7 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
         work_tile = gl.atomic_add(order.counter, 1, sem="relaxed")
     while work_tile < total:
         ascending = work_tile < 0
-        if shared.packing is not None:
+        if shared.cu_seqlens is not None:
             offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
             sequence = sequence_of_tile(
                 cu_seqlens.kv, work_tile, sequence, num_sequences, kv_heads, offs_scan, CFG.tile_n
@@ -427,12 +427,12 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
             entry = gl.load(order_ptr + work_tile)
             batch_head = entry // kv_tiles
             kv_tile = entry % kv_tiles
-        if shared.packing is not None:
+        if shared.cu_seqlens is not None:
             q_span = token_span(cu_seqlens.q, sequence, 0)
             kv_span = token_span(cu_seqlens.kv, sequence, 0)
             here = Shared(
                 shared.mask, shared.keys, shared.queries, shared.steps, shared.work,
-                Lengths(q_span.length, kv_span.length), heads, shared.band, shared.packing,
+                Lengths(q_span.length, kv_span.length), heads, shared.band, shared.cu_seqlens,
             )  # fmt: skip
             first_row = first_slot(cu_seqlens.q, sequence, PADDING) * PADDING
             tile = WorkTile(

@@ -47,14 +47,6 @@ class QueryRing(NamedTuple):
     dout_empty: Any
 
 
-class Packing(NamedTuple):
-    """Packed sequences, and how they lie among lse, delta and the sums of dq."""
-
-    cu_seqlens: CuSeqlens
-    head_rows: Any
-    """Rows of a head, in which each sequence begins at a multiple of `PADDING`."""
-
-
 class Shared(NamedTuple):
     """What producer and consumers both read."""
 
@@ -69,8 +61,9 @@ class Shared(NamedTuple):
     """Of all sequences, or in the producer of that of a work tile; see `lengths_of_step`."""
     heads: Heads
     band: Band
-    packing: Packing
-    """None if sequences are not packed."""
+    cu_seqlens: CuSeqlens
+    """None if sequences are not packed. Each of these begins at a multiple of `PADDING` among lse,
+    delta and the sums of dq of a head, which has `head_rows` of them in all."""
 
 
 class Descriptors(NamedTuple):
@@ -123,7 +116,7 @@ class StepInfo(NamedTuple):
 
     (batch, head) of the queries, -1 for the end; then for each part the first query, the row of the
     bit pool or -1, and its rank: how many KV tiles add to its dq before this one. Of packed
-    sequences also the row of their first query (see `Packing`) and their lengths, which consumers
+    sequences also the row of their first query (see `Shared`) and their lengths, which consumers
     read from here because registers are scarce in their loops.
     """
 
@@ -189,21 +182,24 @@ def write_info(steps, step, info):
 def lengths_of_step(shared, step):
     """Lengths of the sequences that a step belongs to, for a consumer."""
     lengths = shared.lengths
-    if shared.packing is not None:
+    if shared.cu_seqlens is not None:
         q_len = read_info(shared.steps, step, Q_LEN, 4)
         lengths = Lengths(q_len, read_info(shared.steps, step, KV_LEN, 4))
     return lengths
 
 
 @gluon.jit
-def sum_row(steps, packing, q_len, step, PART: gl.constexpr, WARPS: gl.constexpr):
-    """The `SumRow` of the first query of a part of a step; `q_len` is that of dense sequences."""
+def sum_row(steps, head_rows, q_len, step, PART: gl.constexpr, WARPS: gl.constexpr):
+    """The `SumRow` of the first query of a part of a step.
+
+    `head_rows` are those of packed sequences, or None; `q_len` is that of others.
+    """
     row = read_info(steps, step, Q_ROW + PART, WARPS)
     rows = padded_queries(q_len)
-    if packing is not None:
+    if head_rows is not None:
         # no part of a packed sequence is without queries: only masks make those
         row += read_info(steps, step, FIRST_ROW, WARPS)
-        rows = packing.head_rows
+        rows = head_rows
     return SumRow(row, rows)
 
 
@@ -212,8 +208,8 @@ def place_of_keys(shared, batch_head, kv_heads):
     """What `tile_at` takes for the keys of a (batch, KV head), to store their gradients."""
     batch = batch_head // kv_heads
     head = batch_head % kv_heads
-    if shared.packing is not None:
-        kv_ptr = shared.packing.cu_seqlens.kv
+    if shared.cu_seqlens is not None:
+        kv_ptr = shared.cu_seqlens.kv
         kv_span = token_span(kv_ptr, batch, 0)
         place = tile_place(kv_ptr, batch, head, kv_span.first, kv_span.length)
     else:

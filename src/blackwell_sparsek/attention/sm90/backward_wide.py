@@ -43,7 +43,6 @@ from .backward_shared import (
     RANK,
     ROWS,
     Descriptors,
-    Packing,
     Shared,
     WorkOrder,
     place_of_keys,
@@ -77,6 +76,8 @@ class Sums(NamedTuple):
 
     sums_ptr: Any
     semaphore_ptr: Any
+    head_rows: Any
+    """Rows of a head of packed sequences, else None."""
 
 
 class Outputs(NamedTuple):
@@ -154,7 +155,7 @@ def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.con
     """Add dq of a warp group's queries to the sums in memory, whose first piece is under way."""
     pieces: gl.constexpr = CFG.TILE_D // DQ_COLUMNS
     batch_head = read_info(shared.steps, step, BATCH_HEAD, 4)
-    row, rows = sum_row(shared.steps, shared.packing, shared.lengths.q, step, GROUP, 4)
+    row, rows = sum_row(shared.steps, sums.head_rows, shared.lengths.q, step, GROUP, 4)
     # a part without queries, which begins past all rows, adds nothing and has no rank
     exists = row < rows
     first = False
@@ -289,7 +290,7 @@ def _consume(exchange, outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_batch_heads",
-        "raster_group", "visit_heads", "q_heads", "group_size", "head_rows",
+        "raster_group", "visit_heads", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_bwd_wide_sm90_kernel(
@@ -322,7 +323,7 @@ def _attn_bwd_wide_sm90_kernel(
 ):
     """Set up rings and roles; arguments are those of `_attn_bwd_sm90_kernel`, but for the sums.
 
-    `cu_seqlens` is None, or the offsets of packed sequences; `head_rows` as in `Packing`.
+    `cu_seqlens` and `head_rows` are as in `Shared`, or None if sequences are not packed.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
@@ -346,15 +347,12 @@ def _attn_bwd_wide_sm90_kernel(
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    packing = None
-    if cu_seqlens is not None:
-        packing = Packing(cu_seqlens, head_rows)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, packing)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, cu_seqlens)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
         num_batch_heads, raster_group, 1,
     )  # fmt: skip
-    outputs = Outputs(dk_desc, dv_desc, score, Sums(sums_ptr, work_ptrs.semaphore))
+    outputs = Outputs(dk_desc, dv_desc, score, Sums(sums_ptr, work_ptrs.semaphore, head_rows))
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [

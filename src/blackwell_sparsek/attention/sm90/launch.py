@@ -311,11 +311,6 @@ def launch_attn_bwd_sm90(
             kernel = _attn_bwd_wide_sm90_kernel
         else:
             sums_arg = _sums_descriptor(sums, config)
-        offsets, head_rows = (operands.cu_seqlens, padded) if packed else (None, None)
-        if config.SHARED_KEYS:
-            shares_and_packing: tuple[Any, ...] = (offsets, head_rows or 0)
-        else:
-            shares_and_packing = (head_splits, offsets, head_rows)
         if key_sums is None:
             blocks = (config.k_block(), config.v_block())
             gradients = tuple(map(_descriptor, (dk, dv), blocks))
@@ -340,7 +335,8 @@ def launch_attn_bwd_sm90(
             1 if visits is None else visits.shape[1],
             operands.heads.q,
             group_size,
-            *shares_and_packing,
+            *(() if config.SHARED_KEYS else (head_splits,)),
+            *((operands.cu_seqlens, padded) if packed else (None, None)),
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )
