@@ -28,7 +28,7 @@ from .inputs import (
     fitted_mask,
     overlaps,
 )
-from .replay import describe
+from .replay import describe, given_offsets
 from .resize import recorder, repeated
 
 # Recorded launches of calls in fp8 without a mask.
@@ -399,8 +399,7 @@ def attention_varlen(
         *(return_lse, max_seqlen_q, max_seqlen_k),
         *(causal, window, scale, softcap, deterministic, impl),
     )
-    # replay identifies tensors by address, and most calls pass the same offsets twice
-    inputs = (q, k, v, sinks, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
+    inputs = (q, k, v, sinks, *given_offsets(cu_seqlens_q, cu_seqlens_k))
     further = (alibi_slopes, out)
     is_extended = any(x is not None for x in further)
     if is_extended:

@@ -38,7 +38,7 @@ from .op import (
     operator_options,
     run_backward,
 )
-from .replay import bound, forward_lists, gradient_options, recorded_gradients
+from .replay import bound, forward_lists, given_offsets, gradient_options, recorded_gradients
 from .resize_backward import gradient_recorder, resized_gradients
 
 
@@ -158,22 +158,27 @@ class TrainingCall:
         mask = self._spec.block_mask
         stream = None if mask is None else stream_of(q)
         found = None
-        _, _, slopes, bias = fixed
+        cu_q, cu_k, slopes, bias = fixed
         if slopes is None and bias is None:
-            found = described(needs, (dout, q, k, v, out, dlse, lse), stream, below_autocast=True)
+            inputs = (dout, q, k, v, out, dlse, lse, *given_offsets(cu_q, cu_k))
+            found = described(needs, inputs, stream, below_autocast=True)
             # a call with lengths of its own has no launches yet, and a key is long to hash
             if self._gradients and found is not None:
                 launches = self._gradients.get(found.key)
                 if launches is not None:
                     return launches(found.addresses)
         impl = _backward_impl(self._impl)
-        options = gradient_options(self._spec, sinks is not None, self._deterministic, impl)
+        options = gradient_options(
+            self._spec, sinks is not None, self._deterministic, impl, cu_q is not None
+        )
         tensors = (dout, out, lse, q, k, v)
         if found is not None:
             launches = self._gradient_launches(found.key, options)
             if launches is not None:
                 return launches(found.addresses)
-            made = resized_gradients(found, options, tensors) if mask is None else None
+            made = None
+            if mask is None and cu_q is None:
+                made = resized_gradients(found, options, tensors)
             if made is not None:
                 return made
         first = found is not None and not seen_before(found.key)

@@ -227,11 +227,13 @@ class CheckedCall(NamedTuple):
         *_, of_sinks = needs
         # delta for sinks is copied, and a replay does not repeat the copy
         spec, mask = call.spec, call.spec.block_mask
-        if spec.is_varlen or spec.is_biased or of_sinks or is_recording():
+        if spec.is_biased or of_sinks or is_recording():
             return None
         lists = () if mask is None else mask.tensors()
-        options = gradient_options(spec, spec.sinks is not None, call.deterministic, impl)
-        operands, others = (dout, call.q, call.k, call.v, out), (dlse, lse)
+        offsets = given_offsets(spec.cu_seqlens_q, spec.cu_seqlens_k)
+        has_sinks = spec.sinks is not None
+        options = gradient_options(spec, has_sinks, call.deterministic, impl, spec.is_varlen)
+        operands, others = (dout, call.q, call.k, call.v, out), (dlse, lse, *offsets)
         return cls(_BACKWARD, options, needs, operands, others, mask, lists)
 
     def replay(self) -> Tensors | None:
@@ -268,10 +270,20 @@ class CheckedCall(NamedTuple):
 
 
 def gradient_options(
-    spec: AttnSpec, has_sinks: bool, deterministic: bool, impl: str
+    spec: AttnSpec, has_sinks: bool, deterministic: bool, impl: str, packed: bool
 ) -> tuple[Any, ...]:
     """What the launches of gradients depend on besides tensors and `needs`."""
-    return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic)
+    # tensors of packed sequences do not tell how long the longest is
+    longest = (spec.max_q, spec.max_k) if packed else ()
+    return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic, *longest)
+
+
+def given_offsets(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None) -> tuple[Any, ...]:
+    """Offsets of packed sequences as inputs of launches; those that serve keys too, once.
+
+    A replay identifies tensors by address, and most calls pass the same offsets twice.
+    """
+    return () if cu_q is None else (cu_q, None if cu_k is cu_q else cu_k)
 
 
 def bound_launches(

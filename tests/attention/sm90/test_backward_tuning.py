@@ -36,7 +36,8 @@ def problem(**changes):
     return dataclasses.replace(base, **{"arch": Arch("cuda", 90, 132, 232448, False), **changes})
 
 
-PACKED_WIDE = {"varlen": True, "tokens": (4096, 4096), "head_dim": 192}
+PACKED = {"varlen": True, "tokens": (4096, 4096)}
+PACKED_WIDE = PACKED | {"head_dim": 192}
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,8 @@ PACKED_WIDE = {"varlen": True, "tokens": (4096, 4096), "head_dim": 192}
         ({"arch": Arch("cuda", 100, 148, 0, False)}, "needs sm_90, this is sm_100"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
         ({"head_dim": 264}, "up to 256 in steps of 8, got 264 and 128"),
-        ({"varlen": True}, "packed sequences with head dimensions up to 128 are not written yet"),
         (PACKED_WIDE | {"mask_block": (128, 128)}, "packed sequences with a mask"),
-        (PACKED_WIDE | {"deterministic": True}, "deterministic gradients of packed sequences"),
+        (PACKED | {"mask_block": (128, 128)}, "packed sequences with a mask"),
         (PACKED_WIDE | {"tokens": (0, 100)}, "TMA cannot describe zero queries"),
         ({"mask_block": (32, 64)}, "query blocks of 32 are not a multiple of 64"),
         ({"mask_block": (64, 32)}, "needs key blocks of 64, 128 or 256, got 32"),
@@ -65,7 +65,10 @@ def test_why_not(changes, reason):
         {"dtype": torch.float16},
         {"head_dim": 8, "head_dim_v": 128},
         {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
+        PACKED,
+        PACKED | {"head_dim": 64, "head_dim_v": 64, "deterministic": True},
         PACKED_WIDE,
+        PACKED_WIDE | {"deterministic": True},
         {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (256, 256)},
         {"mask_block": (64, 64), "element_bits": True},
@@ -84,6 +87,31 @@ def test_what_runs(changes):
 def test_auto_takes_packed_sequences_with_wide_heads():
     assert attn_bwd_sm90_passed_over(problem(**PACKED_WIDE)) is None
     assert "31 queries" in attn_bwd_sm90_passed_over(problem(**PACKED_WIDE, max_q=31))
+
+
+@pytest.mark.parametrize("changed", [{}, {"deterministic": True}, {"softcap": True}])
+@pytest.mark.parametrize("packed", [PACKED, PACKED_WIDE])
+def test_auto_takes_all_packed_sequences(packed, changed):
+    given = problem(**packed, **changed)
+    assert attn_bwd_sm90_unsupported(given) is None
+    assert attn_bwd_sm90_passed_over(given) is None
+
+
+def test_ordered_gradients_of_narrow_packed_heads_with_a_softcap_are_refused():
+    dims = {"head_dim": 64, "head_dim_v": 64}
+    given = problem(**PACKED, **dims, softcap=True, deterministic=True)
+    assert "no deterministic gradients" in attn_bwd_sm90_unsupported(given)
+    given = problem(**PACKED, **dims, softcap=True)
+    assert attn_bwd_sm90_unsupported(given) is None
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_packed_sequences_have_the_tiles_of_others(dim):
+    """No work tiles share the heads of a group."""
+    dims = {"head_dim": dim, "head_dim_v": dim, "heads_q": 28, "heads_kv": 4}
+    packed = problem(**PACKED, **dims)
+    assert attn_bwd_sm90_head_splits(packed, Band(None, 0)) == 1
+    assert attn_bwd_sm90_config(packed) == attn_bwd_sm90_config(problem(**dims))
 
 
 def test_few_queries_are_left_to_smaller_tiles():
@@ -189,10 +217,11 @@ def test_two_kernels_of_wide_heads_fit(dims):
     assert 2 * (128 * sum(dims) + keys) + 1024 <= 227 * 1024
 
 
-def test_wide_heads_are_split_where_asked_and_without_a_mask(monkeypatch):
+def test_wide_heads_are_split_without_a_mask(monkeypatch):
     wide = problem(head_dim=256, head_dim_v=256)
+    monkeypatch.setattr(tuning, "WIDE_SPLIT", None)
     assert not attn_bwd_sm90_is_split(wide)
-    monkeypatch.setattr(tuning, "WIDE_SPLIT", WideSplit())
+    monkeypatch.undo()
     assert attn_bwd_sm90_is_split(wide)
     assert attn_bwd_sm90_is_split(dataclasses.replace(wide, deterministic=True))
     assert not attn_bwd_sm90_is_split(dataclasses.replace(wide, mask_block=(64, 64)))

@@ -1,4 +1,4 @@
-"""The Hopper backward of packed sequences with wide heads, on a Hopper GPU."""
+"""The Hopper backward of packed sequences, on a Hopper GPU."""
 
 import random
 
@@ -11,16 +11,40 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.testing.attention_cases import AttnCase
 
-from .test_backward_gpu import BRAIN, HALF, HOPPER, check
+from .test_backward_gpu import (
+    BRAIN,
+    HALF,
+    HOPPER,
+    REPEATS,
+    attention_bwd_triton,
+    check,
+    forward,
+    gradients_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
 
 BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None), Band(70, 30))
+HEADS = ((2, 2), (4, 1), (7, 1), (6, 2))
 
 
+def packed_case(seed, dtype, lengths, dims, band, heads=(4, 2), **options):
+    return AttnCase(
+        seed, dtype, heads=heads, lengths=tuple(lengths), head_dims=dims, band=band, varlen=True,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "dims, dtype, softcap",
     [
+        ((128, 128), BRAIN, 0.0),
+        ((64, 64), BRAIN, 0.0),
+        ((96, 96), HALF, 0.0),
+        ((128, 64), HALF, 0.0),
+        ((128, 128), HALF, 15.0),
+        ((64, 64), HALF, 15.0),
         ((192, 128), BRAIN, 0.0),
         ((256, 256), BRAIN, 0.0),
         ((160, 160), HALF, 0.0),
@@ -29,34 +53,82 @@ BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None), Band(70, 30))
     ],
 )
 @pytest.mark.parametrize("seed", range(6))
-def test_random_sequences(dims, dtype, softcap, seed):
+def test_random_sequences(dims, dtype, softcap, seed, deterministic):
     """Lengths of queries and keys drawn apart, none, one, and more than a tile of either."""
     rng = random.Random(seed)
     some = (0, 1, 63, 64, 65, 128, 129, 200, 333, rng.randint(1, 900))
     lengths = [(rng.choice(some), rng.choice(some)) for _ in range(rng.choice([1, 2, 5, 20]))]
     lengths.append((77, 150))
-    case = AttnCase(
-        seed, dtype, heads=rng.choice([(4, 2), (6, 1), (2, 2)]), lengths=tuple(lengths),
-        head_dims=dims, band=rng.choice(BANDS), softcap=softcap, sinks=seed % 2 == 0, varlen=True,
+    case = packed_case(
+        seed, dtype, lengths, dims, rng.choice(BANDS), rng.choice(HEADS), softcap=softcap,
+        sinks=seed % 2 == 0,
     )  # fmt: skip
-    check(*case.build("cuda"), seed, str(case))
+    check(*case.build("cuda"), seed, str(case), deterministic)
 
 
-def test_more_sequences_than_are_searched_at_a_time():
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 96)])
+def test_every_band(dims, band):
+    """Queries and keys of different lengths, some that see nothing, some that nothing sees."""
+    lengths = ((300, 130), (1, 1), (0, 77), (77, 0), (64, 500), (129, 128), (1, 300), (200, 1))
+    case = packed_case(3, BRAIN, lengths, dims, band, (4, 1))
+    check(*case.build("cuda"), 3, str(case))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128)])
+def test_more_sequences_than_are_searched_at_a_time(dims, deterministic):
     lengths = tuple((1 + i % 5, 1 + i % 7) for i in range(300))
-    case = AttnCase(
-        1, BRAIN, heads=(2, 1), lengths=lengths, head_dims=(192, 128), band=Band(None, 0),
-        varlen=True,
-    )  # fmt: skip
-    check(*case.build("cuda"), 1, str(case))
+    case = packed_case(1, BRAIN, lengths, dims, Band(None, 0), (2, 1))
+    check(*case.build("cuda"), 1, str(case), deterministic)
 
 
-def test_neighbouring_sequences_do_not_count():
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(500, 0)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128)])
+def test_agrees_with_the_portable_kernels(dims, band, deterministic):
+    """More work tiles than programs; in order, the same bits in every run."""
+    lengths = tuple((n, n) for n in (1024, 128, 700, 1, 2048, 512, 0, 1500, 333, 256))
+    q, k, v, spec = packed_case(2, BRAIN, lengths, dims, band, (16, 4)).build("cuda")
+    call = (q, k, v, spec, *forward(q, k, v, spec))
+    got = gradients_of(*call, deterministic=deterministic)
+    expected = gradients_of(*call, backward=attention_bwd_triton.backward)
+    for x, want in zip(got[:3], expected[:3], strict=True):
+        torch.testing.assert_close(x, want, atol=2e-2 * float(want.abs().max()), rtol=2e-2)
+    for _ in range(REPEATS if deterministic else 0):
+        again = gradients_of(*call, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(got[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+def test_repeated_calls(dim):
+    """Recorded launches with other tensors and other lengths of the same sums."""
+    torch.manual_seed(1)
+    for lengths in ((200, 56, 256),) * 3 + ((256, 100, 156),) * 2 + ((40, 216, 256),):
+        offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        q, k, v = (
+            torch.randn(512, 2, dim, device="cuda", dtype=BRAIN, requires_grad=True) for _ in "qkv"
+        )
+        weight = torch.randn_like(q)
+
+        def gradients(impl, inputs=(q, k, v), weight=weight, offsets=offsets):
+            out = bsk.attention_varlen(
+                *inputs, offsets, offsets, max_seqlen_q=256, max_seqlen_k=256, causal=True,
+                impl=impl,
+            )  # fmt: skip
+            return torch.autograd.grad((out * weight).sum(), inputs)
+
+        for x, want in zip(gradients("sm90"), gradients("reference"), strict=True):
+            torch.testing.assert_close(x, want, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+def test_neighbouring_sequences_do_not_count(dim):
     """NaN in the sequence before and behind reaches none of the gradients of one between."""
     torch.manual_seed(0)
     lengths = (100, 130, 70)
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    q, k, v = (torch.randn(300, 2, 192, device="cuda", dtype=BRAIN) for _ in "qkv")
+    q, k, v = (torch.randn(300, 2, dim, device="cuda", dtype=BRAIN) for _ in "qkv")
     clean = [x.clone() for x in (q, k, v)]
     for x in (q, k, v):
         x[:100], x[230:] = torch.nan, torch.nan
@@ -70,7 +142,7 @@ def test_neighbouring_sequences_do_not_count():
             given,
         )
         for given, impl in (
-            ([x.requires_grad_() for x in (q, k, v)], "auto"),
+            ([x.requires_grad_() for x in (q, k, v)], "sm90"),
             ([x.requires_grad_() for x in clean], "reference"),
         )
     )  # fmt: skip

@@ -26,6 +26,9 @@ Few KV heads with many query heads each make few and long work tiles. With `SPLI
 work tiles share the query heads of a KV tile and add dk and dv to fp32 sums, which a kernel of
 `backward_preprocess` rounds; in ordered accumulation each has sums of its own, added up there.
 
+Packed sequences have the same steps: the producer finds the sequence of a KV tile and describes it
+with each step (`backward_shared.StepInfo`), and tensor maps end at the end of a sequence.
+
 Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `backward_preprocess`. Limits:
 those of `forward`; key blocks of masks of 128 or 256; those of 64 go to `backward_split`, and head
 dims above 128 to `backward_wide`.
@@ -46,7 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.compat import async_atomic_add, async_store, placed, reinterpret
 from ...device.gluon.memory import acquire_semaphore, release_semaphore
-from ...device.gluon.pipeline import barriers, take, tiles, work_channel
+from ...device.gluon.pipeline import barriers, take, tile_at, tiles, work_channel
 from ...device.gluon.records import Ring
 from ...device.masks import bit_visible, column_bounds, exists, q_range, within_bounds
 from ...device.records import Band, GradientScore, Heads, Lengths, Mask
@@ -55,17 +58,21 @@ from .backward_producer import heads_of_visits, produce_steps
 from .backward_shared import (
     BATCH_HEAD,
     BITS_ID,
+    DENSE_FIELDS,
+    PACKED_FIELDS,
     Q_ROW,
     RANK,
     ROWS,
     Descriptors,
     Shared,
     WorkOrder,
-    padded_queries,
+    lengths_of_step,
+    place_of_keys,
     query_ring,
     read_info,
     resident_keys,
     step_infos,
+    sum_row,
 )
 
 # dq is summed in fp32, in tiles of [64, 64] that lie in memory as in the registers of a warp group.
@@ -148,7 +155,8 @@ def row_terms(terms, stage, PART: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit
 def _visible(shared, step, kv_index, PART: gl.constexpr, CFG: gl.constexpr):
     """Which of 64 keys each query that a warp group scores sees."""
-    lists, steps, lengths, band = shared.mask.lists, shared.steps, shared.lengths, shared.band
+    lists, steps, band = shared.mask.lists, shared.steps, shared.band
+    lengths = lengths_of_step(shared, step)
     queries: gl.constexpr = CFG.scored_queries
     # the queries of one part are all of the same block
     two_blocks: gl.constexpr = CFG.parts == 2 and not CFG.SHARED_KEYS
@@ -180,7 +188,7 @@ def _visible(shared, step, kv_index, PART: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit
 def sees_nothing(step, kv_tile, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Whether no query of a step sees a key of a warp group, by the band alone."""
-    lengths, band = shared.lengths, shared.band
+    lengths, band = lengths_of_step(shared, step), shared.band
     first = kv_tile * CFG.tile_n + GROUP * ROWS
     lo, hi = q_range(first, first + ROWS, lengths.q, lengths.kv, band.left, band.right)
     q_row = read_info(shared.steps, step, Q_ROW, 4)
@@ -285,7 +293,9 @@ def block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP: gl.constexpr, C
 
 
 @gluon.jit
-def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr):
+def write_dq(
+    dq_desc, semaphore_ptr, q_len, head_rows, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr
+):
     """Add what a warp group hands over to the sums of dq in memory, by rank where `CFG.ORDERED`."""
     smem, full, empty = dq_ring
     part: gl.constexpr = GROUP if CFG.dq_by_rows else 0
@@ -296,11 +306,10 @@ def write_dq(dq_desc, semaphore_ptr, q_len, dq_ring, steps, GROUP: gl.constexpr,
         batch_head = read_info(steps, step, BATCH_HEAD, 1)
         if batch_head >= 0:
             column = 0 if CFG.dq_by_rows else GROUP
-            row = read_info(steps, step, Q_ROW + part, 1)
+            row, rows = sum_row(steps, head_rows, q_len, step, part, 1)
             place = [batch_head, (row // ROWS * (CFG.TILE_D // 64) + column) * SUM_ROWS, 0]
             rank = 1
             if CFG.ORDERED:
-                rows = padded_queries(q_len)
                 block_ptr = block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP, CFG)
                 # a part without queries has no rank; a block adds all of its rows, last rows first,
                 # before the next KV tile may
@@ -528,7 +537,7 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             _add_gradient(outputs.dv_desc, dv, sums_tile, head, row, CFG.TILE_DV, CFG)
             _add_gradient(outputs.dk_desc, dk, sums_tile, head, row, CFG.TILE_D, CFG)
         else:
-            place = [batch_head // kv_heads, batch_head % kv_heads, row, 0]
+            place = tile_at(place_of_keys(shared, batch_head, kv_heads), row)
             _store_gradient(outputs.dv_desc, dv.to(dtype), dv_tile, place)
             _store_gradient(outputs.dk_desc, (dk * outputs.score.scale).to(dtype), dk_tile, place)
         work_tiles += 1
@@ -568,6 +577,8 @@ def _attn_bwd_sm90_kernel(
     q_heads,
     group_size,
     head_splits,
+    cu_seqlens,
+    head_rows,
     score,
     CFG: gl.constexpr,
 ):
@@ -575,7 +586,8 @@ def _attn_bwd_sm90_kernel(
 
     `work_ptrs` are `WorkPointers`. `score` is what `gradient_factors` gives. With
     `CFG.SPLIT_HEADS`, `dk_desc` and `dv_desc` are those of sums, and `group_size` is that of a
-    share of the query heads.
+    share of the query heads. `cu_seqlens` and `head_rows` are as in `Shared`, or None if sequences
+    are not packed.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
     ds_stages: gl.constexpr = CFG.DS_STAGES
@@ -592,13 +604,13 @@ def _attn_bwd_sm90_kernel(
     # each warp group waits for both halves of ds
     ds_ring = DsRing(ds_smem, barriers(ds_stages, consumers))
     dq_ring = Ring(dq_smem, barriers(consumers, 1), barriers(consumers, 1))
-    steps = step_infos()
+    steps = step_infos(DENSE_FIELDS if cu_seqlens is None else PACKED_FIELDS)
     work = work_channel(2, consumers)
     fence_async_shared()
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, None)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, cu_seqlens)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
         num_batch_heads, raster_group, head_splits,
@@ -610,8 +622,8 @@ def _attn_bwd_sm90_kernel(
             (_consume, (outputs, shared, 0, CFG)),
             (_consume, (outputs, shared, 1, CFG)),
             (produce_steps, (descs, order, shared, CFG)),
-            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, dq_ring, steps, 0, CFG)),
-            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, dq_ring, steps, 1, CFG)),
+            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, head_rows, dq_ring, steps, 0, CFG)),
+            (write_dq, (dq_desc, work_ptrs.semaphore, q_len, head_rows, dq_ring, steps, 1, CFG)),
         ],
         [4, 1, 1, 1],
         [registers, producer_registers, producer_registers, producer_registers],

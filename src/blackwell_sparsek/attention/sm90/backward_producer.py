@@ -33,7 +33,6 @@ from ...device.visits import (
 from .backward_shared import (
     PADDING,
     ROWS,
-    Packing,
     Shared,
     StepInfo,
     padded_queries,
@@ -66,6 +65,33 @@ class Part(NamedTuple):
     q_row: Any
     bits_id: Any
     rank: Any
+
+
+class WorkTile(NamedTuple):
+    """A KV tile of a (batch, KV head), and how it visits queries."""
+
+    batch_head: Any
+    kv_tile: Any
+    ascending: Any
+    """As in `HeadVisit`."""
+    q_first: Any
+    """First token of its sequence among all queries, 0 unless packed."""
+    kv_first: Any
+    """The same among all keys."""
+    first_row: Any
+    """Row of the first query of its sequence, see `Shared`; 0 unless packed."""
+    visits: Any
+    """What `heads_of_visits` gives, of all sequences alike, as consumers count them."""
+    heads: Any
+
+
+class Progress(NamedTuple):
+    """What a producer has done so far."""
+
+    step: Any
+    slot: Any
+    """Of the work channel."""
+    work_tiles: Any
 
 
 @gluon.jit
@@ -224,23 +250,19 @@ def _find_part(visit, order, q_tile, part: gl.constexpr, shared, CFG: gl.constex
 
 @gluon.jit
 def _fetch_step(
-    descs, order, shared, step, visit, q_tile, batch, q_head, q_first, CFG: gl.constexpr
+    descs, order, shared, step, visit, q_tile, batch, q_head, work_tile, CFG: gl.constexpr
 ):
-    """Start the copies of one query tile: queries, output gradients, lse and delta.
-
-    `q_first` is the first token of a packed sequence.
-    """
+    """Start the copies of one query tile of a work tile: queries, dout, lse and delta."""
     ring = shared.queries
     parts: gl.constexpr = CFG.parts
     rows: gl.constexpr = CFG.part_rows
-    if shared.packing is not None:
+    if shared.cu_seqlens is not None:
         batch_head = q_head
-        first_row = shared.packing.first_row
-        q_place = tile_place(shared.packing.cu_seqlens.q, batch, q_head, q_first, shared.lengths.q)
+        q_ptr = shared.cu_seqlens.q
+        q_place = tile_place(q_ptr, batch, q_head, work_tile.q_first, shared.lengths.q)
     else:
         batch_head = batch * shared.heads.q + q_head
-        first_row = 0
-        q_place = tile_place(None, batch, q_head, q_first, shared.lengths.q)
+        q_place = tile_place(None, batch, q_head, 0, shared.lengths.q)
     first = _find_part(visit, order, q_tile, 0, shared, CFG)
     second = Part(first.q_row + ROWS, first.bits_id, first.rank)
     if parts == 2:
@@ -250,7 +272,7 @@ def _fetch_step(
     mbarrier.wait(ring.empty.index(stage), phase)
     info = StepInfo(
         batch_head, first.q_row, second.q_row, first.bits_id, second.bits_id, first.rank,
-        second.rank,
+        second.rank, work_tile.first_row, shared.lengths.q, shared.lengths.kv,
     )  # fmt: skip
     write_info(shared.steps, step, info)
     d_slices: gl.constexpr = CFG.d_slices
@@ -270,7 +292,7 @@ def _fetch_step(
         lse = ring.lse_smem.index(stage).slice(part * rows, rows, dim=0)
         for i in gl.static_range(d_slices):
             async_load(descs.q, tile_at(q_place, q_row, i * CFG.slice_d), full, q[i])
-        async_load(descs.lse, [batch_head, first_row + q_row], full, lse)
+        async_load(descs.lse, [batch_head, work_tile.first_row + q_row], full, lse)
     dout_stage = step % CFG.DOUT_STAGES
     dout_full = ring.dout_full.index(dout_stage)
     if CFG.SPLIT_RING:
@@ -285,7 +307,7 @@ def _fetch_step(
         delta = ring.delta_smem.index(dout_stage).slice(part * rows, rows, dim=0)
         for i in gl.static_range(dv_slices):
             async_load(descs.dout, tile_at(q_place, q_row, i * CFG.slice_dv), dout_full, dout[i])
-        async_load(descs.delta, [batch_head, first_row + q_row], dout_full, delta)
+        async_load(descs.delta, [batch_head, work_tile.first_row + q_row], dout_full, delta)
 
 
 @gluon.jit
@@ -310,19 +332,59 @@ def _fetch_keys(descs, keys, work_tiles, kv_place, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def produce_steps(descs, order, shared, CFG: gl.constexpr):
-    """Take work tiles, publish them and keep the rings full."""
+def _produce_tile(descs, order, shared, tile, done, CFG: gl.constexpr):
+    """Publish a work tile, copy its keys and its queries; `shared` has its lengths."""
     work, heads = shared.work, shared.heads
-    order_ptr, num_batch_heads = order.order, order.num_batch_heads
     tile_m: gl.constexpr = CFG.TILE_M
     block_q: gl.constexpr = CFG.BLOCK_Q
+    batch_head, kv_tile, ascending = tile.batch_head, tile.kv_tile, tile.ascending
+    heads_here = tile.heads
+    step, slot, work_tiles = done
+    kv_heads = heads.q // heads.group_size
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    publish(work, slot, (batch_head, kv_tile))
+    slot += 1
+    if shared.cu_seqlens is not None:
+        kv_ptr = shared.cu_seqlens.kv
+        kv_place = tile_place(kv_ptr, batch, kv_head, tile.kv_first, shared.lengths.kv)
+    else:
+        key_head = kv_head // order.head_splits if CFG.SPLIT_HEADS else kv_head
+        kv_place = tile_place(None, batch, key_head, 0, shared.lengths.kv)
+    for visit in range(tile.visits * CFG.visits_per_head):
+        first_head = kv_head * heads.group_size + visit // CFG.visits_per_head
+        plan = _plan_queries(shared, batch, first_head, kv_tile, CFG)
+        plan = _part_of_plan(plan, visit, ascending, CFG)
+        num_masked = num_masked_blocks(plan)
+        masked_tiles = num_tiles(num_masked, tile_m, block_q)
+        q_tiles = masked_tiles + num_tiles(num_full_blocks(plan), tile_m, block_q)
+        publish(work, slot, (q_tiles * heads_here, masked_tiles * heads_here))
+        slot += 1
+        if visit == 0:
+            # planned before, while the consumers still needed the last ones
+            _fetch_keys(descs, shared.keys, work_tiles, kv_place, kv_tile, CFG)
+        head = visit // CFG.visits_per_head % order.visit_heads
+        found = HeadVisit(shared.mask.lists, plan, num_masked, kv_tile, head, ascending)
+        for item in range(q_tiles * heads_here):
+            q_tile, head_here = _place_in_group(item, heads_here, CFG)
+            q_head = first_head + head_here
+            _fetch_step(descs, order, shared, step, found, q_tile, batch, q_head, tile, CFG)
+            step += 1
+    return Progress(step, slot, work_tiles + 1)
+
+
+@gluon.jit
+def produce_steps(descs, order, shared, CFG: gl.constexpr):
+    """Take work tiles, publish them and keep the rings full."""
+    heads = shared.heads
+    order_ptr, num_batch_heads = order.order, order.num_batch_heads
     kv_heads = heads.q // heads.group_size
     visits, heads_here = heads_of_visits(shared, CFG)
     kv_tiles = (shared.lengths.kv + CFG.tile_n - 1) // CFG.tile_n
     total = num_batch_heads * kv_tiles
     sequence = 0
-    if shared.packing is not None:
-        cu_seqlens = shared.packing.cu_seqlens
+    if shared.cu_seqlens is not None:
+        cu_seqlens = shared.cu_seqlens
         num_sequences = num_batch_heads // kv_heads
         total = count_packed_tiles(cu_seqlens.kv, num_sequences, kv_heads, CFG.tile_n)
     step = 0
@@ -339,7 +401,7 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
         work_tile = gl.atomic_add(order.counter, 1, sem="relaxed")
     while work_tile < total:
         ascending = work_tile < 0
-        if shared.packing is not None:
+        if shared.cu_seqlens is not None:
             offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
             sequence = sequence_of_tile(
                 cu_seqlens.kv, work_tile, sequence, num_sequences, kv_heads, offs_scan, CFG.tile_n
@@ -351,7 +413,6 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
                 cu_seqlens.kv, sequence, CFG.tile_n
             )
             batch_head = sequence * kv_heads + in_sequence
-            # the last one may begin past the last key: it visits nothing
             kv_tile = slots - 1 - from_end
         elif order_ptr is None:
             batch_head, from_end = raster_place(
@@ -366,46 +427,28 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
             entry = gl.load(order_ptr + work_tile)
             batch_head = entry // kv_tiles
             kv_tile = entry % kv_tiles
-        batch = batch_head // kv_heads
-        kv_head = batch_head % kv_heads
-        publish(work, slot, (batch_head, kv_tile))
-        slot += 1
-        if shared.packing is not None:
-            q_span = token_span(cu_seqlens.q, batch, 0)
-            kv_span = token_span(cu_seqlens.kv, batch, 0)
-            q_first = q_span.first
-            first_row = first_slot(cu_seqlens.q, batch, PADDING) * PADDING
+        if shared.cu_seqlens is not None:
+            q_span = token_span(cu_seqlens.q, sequence, 0)
+            kv_span = token_span(cu_seqlens.kv, sequence, 0)
             here = Shared(
-                shared.mask, shared.keys, shared.queries, shared.steps, work,
-                Lengths(q_span.length, kv_span.length), heads, shared.band,
-                Packing(cu_seqlens, shared.packing.head_rows, first_row),
+                shared.mask, shared.keys, shared.queries, shared.steps, shared.work,
+                Lengths(q_span.length, kv_span.length), heads, shared.band, shared.cu_seqlens,
             )  # fmt: skip
-            kv_place = tile_place(cu_seqlens.kv, batch, kv_head, kv_span.first, kv_span.length)
+            first_row = first_slot(cu_seqlens.q, sequence, PADDING) * PADDING
+            tile = WorkTile(
+                batch_head, kv_tile, ascending, q_span.first, kv_span.first, first_row, visits,
+                heads_here,
+            )  # fmt: skip
+            # the last slot of a sequence may have no keys, and so no gradients
+            if kv_tile * CFG.tile_n < kv_span.length:
+                step, slot, work_tiles = _produce_tile(
+                    descs, order, here, tile, Progress(step, slot, work_tiles), CFG
+                )
         else:
-            here = shared
-            q_first = 0
-            key_head = kv_head // order.head_splits if CFG.SPLIT_HEADS else kv_head
-            kv_place = tile_place(None, batch, key_head, 0, shared.lengths.kv)
-        for visit in range(visits * CFG.visits_per_head):
-            first_head = kv_head * heads.group_size + visit // CFG.visits_per_head
-            plan = _plan_queries(here, batch, first_head, kv_tile, CFG)
-            plan = _part_of_plan(plan, visit, ascending, CFG)
-            num_masked = num_masked_blocks(plan)
-            masked_tiles = num_tiles(num_masked, tile_m, block_q)
-            q_tiles = masked_tiles + num_tiles(num_full_blocks(plan), tile_m, block_q)
-            publish(work, slot, (q_tiles * heads_here, masked_tiles * heads_here))
-            slot += 1
-            if visit == 0:
-                # planned before, while the consumers still needed the last ones
-                _fetch_keys(descs, shared.keys, work_tiles, kv_place, kv_tile, CFG)
-            head = visit // CFG.visits_per_head % order.visit_heads
-            found = HeadVisit(shared.mask.lists, plan, num_masked, kv_tile, head, ascending)
-            for item in range(q_tiles * heads_here):
-                q_tile, head_here = _place_in_group(item, heads_here, CFG)
-                q_head = first_head + head_here
-                _fetch_step(descs, order, here, step, found, q_tile, batch, q_head, q_first, CFG)
-                step += 1
-        work_tiles += 1
+            tile = WorkTile(batch_head, kv_tile, ascending, 0, 0, 0, visits, heads_here)
+            step, slot, work_tiles = _produce_tile(
+                descs, order, shared, tile, Progress(step, slot, work_tiles), CFG
+            )
         # Claimed when the copies of this one are under way, and not before: work tiles of many
         # heads are long, and one that is claimed behind another leaves the last of them to few
         # programs. With ordered accumulation, others would wait for a tile that waits itself.
@@ -418,5 +461,5 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
         else:
             work_tile += gl.num_programs(0)
     # no (batch, head): the end, for the writer too
-    write_info(shared.steps, step, StepInfo(-1, 0, 0, 0, 0, 0, 0))
-    publish(work, slot, (-1, 0))
+    write_info(shared.steps, step, StepInfo(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    publish(shared.work, slot, (-1, 0))

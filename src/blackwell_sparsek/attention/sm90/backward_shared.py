@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.gluon.pipeline import barriers, tiles
+from ...device.gluon.pipeline import barriers, tile_place, tiles
 from ...device.gluon.records import WorkChannel
 from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask
+from ...device.schedule import token_span
 from ...launch.descriptors import GROUP_ROWS
 from .config import INFO_DEPTH, ROW_PADDING
 
@@ -46,16 +47,6 @@ class QueryRing(NamedTuple):
     dout_empty: Any
 
 
-class Packing(NamedTuple):
-    """Packed sequences, and where one of them lies among lse, delta and the sums of dq."""
-
-    cu_seqlens: CuSeqlens
-    head_rows: Any
-    """Rows of a head, in which each sequence begins at a multiple of `PADDING`."""
-    first_row: Any
-    """Row of the first query of the sequence of a work tile."""
-
-
 class Shared(NamedTuple):
     """What producer and consumers both read."""
 
@@ -67,11 +58,12 @@ class Shared(NamedTuple):
     work: WorkChannel
     """Channel from the producer: first a work tile, then the tiles of each visit."""
     lengths: Lengths
-    """Of all sequences, or of that of a work tile."""
+    """Of all sequences, or in the producer of that of a work tile; see `lengths_of_step`."""
     heads: Heads
     band: Band
-    packing: Packing
-    """None if sequences are not packed."""
+    cu_seqlens: CuSeqlens
+    """None if sequences are not packed. Each of these begins at a multiple of `PADDING` among lse,
+    delta and the sums of dq of a head, which has `head_rows` of them in all."""
 
 
 class Descriptors(NamedTuple):
@@ -123,7 +115,9 @@ class StepInfo(NamedTuple):
     """What describes a step. Queries of a tile have two parts, of 64 queries or of a mask block.
 
     (batch, head) of the queries, -1 for the end; then for each part the first query, the row of the
-    bit pool or -1, and its rank: how many KV tiles add to its dq before this one.
+    bit pool or -1, and its rank: how many KV tiles add to its dq before this one. Of packed
+    sequences also the row of their first query (see `Shared`) and their lengths, which consumers
+    read from here because registers are scarce in their loops.
     """
 
     batch_head: Any
@@ -133,6 +127,16 @@ class StepInfo(NamedTuple):
     second_bits_id: Any
     rank: Any
     second_rank: Any
+    first_row: Any = None
+    q_len: Any = None
+    kv_len: Any = None
+
+
+class SumRow(NamedTuple):
+    """A row among lse, delta and the sums of dq of a head, and how many of them a head has."""
+
+    row: Any
+    rows: Any
 
 
 # Where each field of a step lies; that of the second part follows that of the first.
@@ -140,14 +144,19 @@ BATCH_HEAD = gl.constexpr(StepInfo._fields.index("batch_head"))
 Q_ROW = gl.constexpr(StepInfo._fields.index("q_row"))
 BITS_ID = gl.constexpr(StepInfo._fields.index("bits_id"))
 RANK = gl.constexpr(StepInfo._fields.index("rank"))
-NUM_FIELDS = gl.constexpr(len(StepInfo._fields))
+FIRST_ROW = gl.constexpr(StepInfo._fields.index("first_row"))
+Q_LEN = gl.constexpr(StepInfo._fields.index("q_len"))
+KV_LEN = gl.constexpr(StepInfo._fields.index("kv_len"))
+PACKED_FIELDS = gl.constexpr(len(StepInfo._fields))
+# without those of packed sequences
+DENSE_FIELDS = gl.constexpr(StepInfo._fields.index("first_row"))
 
 
 @gluon.jit
-def step_infos():
-    """Memory for the descriptions of the steps in flight."""
+def step_infos(FIELDS: gl.constexpr = DENSE_FIELDS):
+    """Memory for the descriptions of the steps in flight, of so many fields each."""
     return gl.allocate_shared_memory(
-        gl.int32, [DEPTH * NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [DEPTH * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
 
 
@@ -155,7 +164,8 @@ def step_infos():
 def read_info(steps, step, field: gl.constexpr, WARPS: gl.constexpr):
     """One field of a step, read by WARPS warps."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(steps.index(step % DEPTH * NUM_FIELDS + field).load(lanes), 0)
+    fields: gl.constexpr = steps.shape[0] // DEPTH
+    return gl.max(steps.index(step % DEPTH * fields + field).load(lanes), 0)
 
 
 @gluon.jit
@@ -163,8 +173,48 @@ def write_info(steps, step, info):
     """Describe a step; nobody reads any more what described the one `DEPTH` before."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
-    for i in gl.static_range(len(info)):
-        steps.index(step % DEPTH * NUM_FIELDS + i).store(zero + info[i])
+    fields: gl.constexpr = steps.shape[0] // DEPTH
+    for i in gl.static_range(fields):
+        steps.index(step % DEPTH * fields + i).store(zero + info[i])
+
+
+@gluon.jit
+def lengths_of_step(shared, step):
+    """Lengths of the sequences that a step belongs to, for a consumer."""
+    lengths = shared.lengths
+    if shared.cu_seqlens is not None:
+        q_len = read_info(shared.steps, step, Q_LEN, 4)
+        lengths = Lengths(q_len, read_info(shared.steps, step, KV_LEN, 4))
+    return lengths
+
+
+@gluon.jit
+def sum_row(steps, head_rows, q_len, step, PART: gl.constexpr, WARPS: gl.constexpr):
+    """The `SumRow` of the first query of a part of a step.
+
+    `head_rows` are those of packed sequences, or None; `q_len` is that of others.
+    """
+    row = read_info(steps, step, Q_ROW + PART, WARPS)
+    rows = padded_queries(q_len)
+    if head_rows is not None:
+        # no part of a packed sequence is without queries: only masks make those
+        row += read_info(steps, step, FIRST_ROW, WARPS)
+        rows = head_rows
+    return SumRow(row, rows)
+
+
+@gluon.jit
+def place_of_keys(shared, batch_head, kv_heads):
+    """What `tile_at` takes for the keys of a (batch, KV head), to store their gradients."""
+    batch = batch_head // kv_heads
+    head = batch_head % kv_heads
+    if shared.cu_seqlens is not None:
+        kv_ptr = shared.cu_seqlens.kv
+        kv_span = token_span(kv_ptr, batch, 0)
+        place = tile_place(kv_ptr, batch, head, kv_span.first, kv_span.length)
+    else:
+        place = tile_place(None, batch, head, 0, shared.lengths.kv)
+    return place
 
 
 @gluon.jit

@@ -47,9 +47,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...device.backprop import probabilities
 from ...device.gluon.compat import async_store, placed, thread_barrier
 from ...device.gluon.memory import acquire_by_group, add_vectors, release_by_group, store_vectors
-from ...device.gluon.pipeline import barriers, take, tile_at, tile_place, work_channel
+from ...device.gluon.pipeline import barriers, take, tile_at, work_channel
 from ...device.records import Band, GradientScore, Heads, Lengths, Mask
-from ...device.schedule import first_slot, token_span
 from .backward import (
     SUM_COLUMNS,
     SUM_ROWS,
@@ -64,19 +63,19 @@ from .backward import (
 from .backward_producer import heads_of_visits, produce_steps
 from .backward_shared import (
     BATCH_HEAD,
-    PADDING,
-    Q_ROW,
+    DENSE_FIELDS,
+    PACKED_FIELDS,
     RANK,
     ROWS,
     Descriptors,
-    Packing,
     Shared,
     WorkOrder,
-    padded_queries,
+    place_of_keys,
     query_ring,
     read_info,
     resident_keys,
     step_infos,
+    sum_row,
 )
 
 # Columns of dq that are multiplied and added at a time, and the numbers of such a tile.
@@ -115,6 +114,8 @@ class Sums(NamedTuple):
 
     sums_ptr: Any
     semaphore_ptr: Any
+    head_rows: Any
+    """Rows of a head of packed sequences, else None."""
 
 
 class Outputs(NamedTuple):
@@ -196,10 +197,8 @@ def _add_piece(sums_ptr, dq, first, CFG: gl.constexpr):
 def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Add dq of a warp group's queries to the sums in memory, whose first piece is under way."""
     pieces: gl.constexpr = CFG.TILE_D // DQ_COLUMNS
-    q_len = shared.lengths.q
-    rows = padded_queries(q_len)
     batch_head = read_info(shared.steps, step, BATCH_HEAD, 4)
-    row = read_info(shared.steps, step, Q_ROW + GROUP, 4)
+    row, rows = sum_row(shared.steps, sums.head_rows, shared.lengths.q, step, GROUP, 4)
     # a part without queries, which begins past all rows, adds nothing and has no rank
     exists = row < rows
     first = False
@@ -212,12 +211,7 @@ def _add_dq(dq_started, ds, step, sums, shared, GROUP: gl.constexpr, CFG: gl.con
         first = rank == 0
         if has_rank & (tile_in_block == CFG.last_in_block):
             acquire_by_group(semaphore, rank)
-    if shared.packing is not None:
-        head_rows, first_row = shared.packing.head_rows, shared.packing.first_row
-    else:
-        head_rows, first_row = rows, 0
-    sum_row = batch_head.to(gl.int64) * head_rows + first_row + row
-    sums_ptr = sums.sums_ptr + sum_row * CFG.TILE_D
+    sums_ptr = sums.sums_ptr + (batch_head.to(gl.int64) * rows + row) * CFG.TILE_D
     for piece in gl.static_range(pieces):
         if piece + 1 < pieces:
             after = _start_dq(ds, shared.keys.k_smem, step, piece + 1, CFG)
@@ -455,19 +449,6 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     batch_head, kv_tile = take(work, 0)
     while batch_head >= 0:
         kv_index = kv_tile * CFG.tile_n + offs_n
-        if shared.packing is not None:
-            batch = batch_head // kv_heads
-            cu_seqlens = shared.packing.cu_seqlens
-            kv_span = token_span(cu_seqlens.kv, batch, 0)
-            q_span = token_span(cu_seqlens.q, batch, 0)
-            first_row = first_slot(cu_seqlens.q, batch, PADDING) * PADDING
-            here = Shared(
-                shared.mask, shared.keys, shared.queries, shared.steps, work,
-                Lengths(q_span.length, kv_span.length), heads, shared.band,
-                Packing(cu_seqlens, shared.packing.head_rows, first_row),
-            )  # fmt: skip
-        else:
-            here = shared
         if not CFG.SHARED_KEYS:
             acc = _no_gradients(CFG.d_slices, CFG.slice_d, CFG) + _no_gradients(
                 CFG.dv_slices, CFG.slice_dv, CFG
@@ -481,25 +462,17 @@ def _consume(outputs, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             q_tiles, masked_tiles = take(work, slot)
             slot += 1
             for _ in range(masked_tiles):
-                acc = _add_queries(acc, step, kv_index, outputs, here, True, GROUP, CFG)
+                acc = _add_queries(acc, step, kv_index, outputs, shared, True, GROUP, CFG)
                 step += 1
             # a loop of its own: what masks spill would be reloaded here
             for _ in range(masked_tiles, q_tiles):
-                acc = _add_queries(acc, step, kv_index, outputs, here, False, GROUP, CFG)
+                acc = _add_queries(acc, step, kv_index, outputs, shared, False, GROUP, CFG)
                 step += 1
         if CFG.SHARED_KEYS:
             mbarrier.arrive(exchange.done, count=1)
             mbarrier.wait(exchange.done, work_tiles & 1)
         # found here, and not before: registers are scarce in the loops
-        batch = batch_head // kv_heads
-        head = batch_head % kv_heads
-        if shared.packing is not None:
-            kv_span = token_span(shared.packing.cu_seqlens.kv, batch, 0)
-            place = tile_place(
-                shared.packing.cu_seqlens.kv, batch, head, kv_span.first, kv_span.length
-            )
-        else:
-            place = tile_place(None, batch, head, 0, shared.lengths.kv)
+        place = place_of_keys(shared, batch_head, kv_heads)
         d_slices: gl.constexpr = CFG.d_slices
         dv_slices: gl.constexpr = CFG.dv_slices
         scale = outputs.score.scale
@@ -539,7 +512,7 @@ def _exchange(dtype: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "mask_batch_step", "mask_head_step", "q_len", "kv_len", "left", "right", "num_batch_heads",
-        "raster_group", "visit_heads", "q_heads", "group_size", "head_rows",
+        "raster_group", "visit_heads", "q_heads", "group_size",
     ]
 )  # fmt: skip
 def _attn_bwd_wide_sm90_kernel(
@@ -572,7 +545,7 @@ def _attn_bwd_wide_sm90_kernel(
 ):
     """Set up rings and roles; arguments are those of `_attn_bwd_sm90_kernel`, but for the sums.
 
-    `cu_seqlens` is None, or the offsets of packed sequences; `head_rows` as in `Packing`. With
+    `cu_seqlens` and `head_rows` are as in `Shared`, or None if sequences are not packed. With
     `CFG.ONE_WAY` there are no sums.
     """
     consumers: gl.constexpr = CFG.CONSUMERS
@@ -585,21 +558,19 @@ def _attn_bwd_wide_sm90_kernel(
     exchange = None
     if CFG.SHARED_KEYS:
         exchange = _exchange(dtype, CFG)
-    steps = step_infos()
+    steps = step_infos(DENSE_FIELDS if cu_seqlens is None else PACKED_FIELDS)
     work = work_channel(2, consumers)
     fence_async_shared()
 
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
-    packing = None
-    if cu_seqlens is not None:
-        packing = Packing(cu_seqlens, head_rows, 0)
-    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, packing)
+    shared = Shared(mask, keys, queries, steps, work, lengths, heads, band, cu_seqlens)
     order = WorkOrder(
         work_ptrs.counter, work_ptrs.order, work_ptrs.ranks, work_ptrs.visits, visit_heads,
         num_batch_heads, raster_group, 1,
     )  # fmt: skip
-    outputs = Outputs(dk_desc, dv_desc, score, Sums(sums_ptr, work_ptrs.semaphore), exchange)
+    sums = Sums(sums_ptr, work_ptrs.semaphore, head_rows)
+    outputs = Outputs(dk_desc, dv_desc, score, sums, exchange)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(
         [

@@ -525,8 +525,8 @@ def make_backward_config(
 ) -> AttnBwdSm90Config:
     """The configuration for these tiles; `block_size` is the mask's, None when dense.
 
-    Wide heads and masks are never split. `head_dims` are those of the tensors; by default scores
-    sum over whole tiles.
+    Wide heads, masks and packed sequences are never split. `head_dims` are those of the tensors; by
+    default scores sum over whole tiles.
     """
     if max(tile_d, tile_dv) > 128:
         return _make_wide_backward_config(tile_d, tile_dv, block_size, ordered)

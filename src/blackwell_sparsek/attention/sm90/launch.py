@@ -260,7 +260,7 @@ def launch_attn_bwd_sm90(
     ----------
     call : at least one query and key; dout, q, k and v as TMA takes them, lse contiguous. All of
         dq, dk and dv is written, packed the tokens of sequences. Without dq only the sums are
-        formed. Packed: `config.SHARED_KEYS`, no mask, not `config.ORDERED`
+        formed. Packed: no mask, no `head_splits`
     order : int32 [B * Hkv * tiles], tiles of keys in the order to take them, or None, which
         takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
         `dq_order.program_tiles` makes it
@@ -320,7 +320,6 @@ def launch_attn_bwd_sm90(
             kernel = _attn_bwd_wide_sm90_kernel
         else:
             sums_arg = _sums_descriptor(sums, config)
-        packing = (operands.cu_seqlens if packed else None, padded if packed else 0)
         if key_sums is None:
             blocks = (config.k_block(), config.v_block())
             gradients = tuple(map(_descriptor, (dk, dv), blocks))
@@ -345,7 +344,8 @@ def launch_attn_bwd_sm90(
             1 if visits is None else visits.shape[1],
             operands.heads.q,
             group_size,
-            *(packing if config.SHARED_KEYS else (head_splits,)),
+            *(() if config.SHARED_KEYS else (head_splits,)),
+            *((operands.cu_seqlens, padded) if packed else (None, None)),
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,
         )

@@ -506,6 +506,13 @@ BACKWARD_SM90 = (
     BackwardSm90(256, 256, ordered=True, max_spill_bytes=448),
     BackwardSm90(192, 128, max_spill_bytes=112),
     BackwardSm90(192, 128, packed=True, max_spill_bytes=160),
+    BackwardSm90(192, 128, ordered=True, packed=True, max_spill_bytes=160),
+    BackwardSm90(128, 128, packed=True, max_spill_bytes=352),
+    BackwardSm90(64, 64, packed=True, max_spill_bytes=192),
+    BackwardSm90(96, 96, dtype=HALF, packed=True, max_spill_bytes=352),
+    BackwardSm90(128, 128, softcap=True, packed=True, max_spill_bytes=832),
+    BackwardSm90(128, 128, ordered=True, packed=True, max_spill_bytes=352),
+    BackwardSm90(64, 64, ordered=True, packed=True, max_spill_bytes=192),
     BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=672),
     BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=112),
 )
