@@ -167,14 +167,20 @@ def start_products(words, stages, stage, products, use_acc, HALF: gl.constexpr, 
 
 
 @gluon.jit
-def finish_half(weighed, s, products, acc, CFG: gl.constexpr):
-    """Wait for the scores of the next half and the products before; return what to carry on."""
+def await_half(s, products):
+    """The scores of the next half and the products of the one before, once both have ended."""
     done = warpgroup_mma_wait(0, deps=(s,) + products)  # noqa: RUF005
-    products = rescale_slices(done[1:], weighed)
+    return done[0], done[1:]
+
+
+@gluon.jit
+def next_turn(weighed, s, products, acc, CFG: gl.constexpr):
+    """What to carry on with the weights of a half, after the wait for what ran meanwhile."""
+    products = rescale_slices(products, weighed)
     acc = rescale_slices(acc, weighed)
     # before the wait they would change registers that are operands
     words = packed_weights(weighed.weights, CFG)
-    return Turn(done[0], words, products, acc, weighed.state)
+    return Turn(s, words, products, acc, weighed.state)
 
 
 @gluon.jit
@@ -203,14 +209,16 @@ def attend_tile(
     await_stage(stages, next_stage, next_phase, FULL_K, CFG)
     s = start_half(queries, stages, next_stage, 0, CFG)
     weighed = weigh_half(turn.s, queries, stages, kv_tile, scale, turn.state, half, GROUP, CFG)
-    turn = finish_half(weighed, s, products, acc, CFG)
+    s, products = await_half(s, products)
+    turn = next_turn(weighed, s, products, acc, CFG)
 
     products = start_products(turn.words, stages, stage, turn.products, True, 1, CFG)
     s = start_half(queries, stages, next_stage, half, CFG)
     weighed = weigh_half(
         turn.s, queries, stages, kv_tile + 1, next_scale, turn.state, 0, GROUP, CFG
     )
-    turn = finish_half(weighed, s, products, turn.acc, CFG)
+    s, products = await_half(s, products)
+    turn = next_turn(weighed, s, products, turn.acc, CFG)
     free_stage(stages, stage, EMPTY_V, CFG)
     free_stage(stages, next_stage, EMPTY_K, CFG)
     return turn
@@ -236,7 +244,8 @@ def attend_halves(
     s = warpgroup_mma_wait(0, deps=(start_half(queries, stages, stage, 0, CFG),))
     second = start_half(queries, stages, stage, half, CFG)
     weighed = weigh_half(s, queries, stages, 0, scale, parts, 0, GROUP, CFG)
-    turn = finish_half(weighed, second, zero_outputs(CFG), acc, CFG)
+    second = warpgroup_mma_wait(0, deps=(second,))
+    turn = next_turn(weighed, second, zero_outputs(CFG), acc, CFG)
     free_stage(stages, stage, EMPTY_K, CFG)
     for kv_tile in range(0, kv_tiles - 1):
         next_scale = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile + 1, CFG)
@@ -249,7 +258,7 @@ def attend_halves(
     place = ring_place(step, CFG.STAGES)
     products, acc = start_first_products(stages, place, turn, kv_tiles - 1, CFG)
     weighed = weigh_half(turn.s, queries, stages, kv_tiles - 1, scale, turn.state, half, GROUP, CFG)
-    turn = finish_half(weighed, turn.s, products, acc, CFG)
+    turn = next_turn(weighed, (), await_outputs(products), acc, CFG)
     products = start_products(turn.words, stages, place[0], turn.products, True, 1, CFG)
     acc = add_slices(turn.acc, await_outputs(products))
     free_stage(stages, place[0], EMPTY_V, CFG)
