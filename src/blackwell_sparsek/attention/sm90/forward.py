@@ -180,15 +180,9 @@ def mask_band(s, kv_start, bounds):
 
 @gluon.jit
 def visible_keys(
-    visit,
-    kv_tile,
-    q_index,
-    q_start,
-    bounds,
-    CFG: gl.constexpr,
-    KEYS: gl.constexpr = None,
+    visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr, KEYS: gl.constexpr = None,
     START: gl.constexpr = 0,
-):
+):  # fmt: skip
     """Which keys of a tile of mask blocks each query sees; of KEYS of these, from START on."""
     lists = visit.lists
     tile_n: gl.constexpr = CFG.TILE_N
@@ -211,10 +205,7 @@ def visible_keys(
 
 @gluon.jit
 def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0):
-    """Scores of a tile that needs mask code, -inf where a query does not see a key.
-
-    `s` are those of the keys from START on.
-    """
+    """Scores of the keys of a masked tile from START on, -inf where a query does not see one."""
     visit, bounds = queries.visit, queries.bounds
     if visit.lists is None:
         s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)
