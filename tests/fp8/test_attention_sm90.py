@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention import api
 from blackwell_sparsek.attention.fp8_op import fp8_dispatch
+from blackwell_sparsek.attention.sm90 import launch_fp8
 from blackwell_sparsek.attention.sm90.tuning import attn_fwd_fp8_sm90_unsupported
 from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec
 from blackwell_sparsek.calls.fp8 import Fp8AttentionCall
@@ -37,7 +38,9 @@ print(json.dumps([
 
 
 @pytest.mark.parametrize(
-    "options", [{"dim": 128}, {"dim": 128, "mask": (64, 64)}, {"dim": 256}], ids=str
+    "options",
+    [{"dim": 64}, {"dim": 128}, {"dim": 128, "mask": (64, 64)}, {"dim": 256}],
+    ids=str,
 )
 @pytest.mark.exhaustive
 def test_the_barriers_lie_where_the_warps_look_for_them(options):
@@ -93,10 +96,7 @@ def test_replayed_calls_attend_to_what_they_are_given(options, monkeypatch):
     results = []
     for _ in range(4):
         q, k, v = (torch.randn(1, h, 700, 128, device="cuda") for h in (4, 2, 2))
-        made = [bsk.fp8.quantize(x, "block", impl="eager") for x in (q, k)]
-        made.append(bsk.fp8.quantize(v, "channel", transposed=True, impl="eager"))
-        names = ("q_descale", "k_descale", "v_descale")
-        scales = {name: x.descale for name, x in zip(names, made, strict=True)}
+        made, scales = rounded(q, k, v)
         call = {**scales, **options, "return_lse": True}
         results.append((made, call, bsk.attention(*(x.data for x in made), **call, impl="sm90")))
     assert [x is not None for x in api._FP8.values()] == [True]
@@ -196,17 +196,83 @@ def test_results(dim, scaled, lengths, heads, options):
     assert torch.equal(out, again)
 
 
+def rounded(q, k, v):
+    """Tensors in e4m3 with their scales, as the kernel takes them."""
+    made = [bsk.fp8.quantize(x, "block", impl="eager") for x in (q, k)]
+    made.append(bsk.fp8.quantize(v, "channel", transposed=True, impl="eager"))
+    names = ("q_descale", "k_descale", "v_descale")
+    return made, dict(zip(names, (x.descale for x in made), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slope", [-40.0, -0.5, 0.5, 2.0, 40.0])
+def test_maxima_that_rise_or_fall_with_every_key(slope):
+    """Rows of a warp rise at different keys, by less than a factor of two in 64 keys or more."""
+    device = torch.device("cuda")
+    sq, sk = 256, 1500
+    v = torch.randn(1, 1, sk, 128, device=device)
+    q = torch.linspace(0.25, 1, sq, device=device).view(1, 1, sq, 1).expand(1, 1, sq, 128)
+    # exponents of the last query differ by `slope` from one tile of 128 keys to the next
+    at = torch.arange(sk, device=device).view(1, 1, sk, 1) / 128
+    k = (slope * at * 0.6931 / 128**0.5).expand(1, 1, sk, 128)
+    made, scales = rounded(q, k, v)
+    data = [x.data for x in made]
+    with poison.poisoned_empty():
+        out, lse = bsk.attention(*data, **scales, return_lse=True, impl="sm90")
+    exact, exact_lse = bsk.attention(
+        *data, **scales, return_lse=True, out_dtype=torch.float32, impl="reference"
+    )
+    everything = torch.ones((), dtype=torch.bool, device=device)
+    plain, _ = rounded_weights(*(x.stored() for x in made), 128**-0.5, everything)
+    assert_within_budget(out, exact.double(), plain)
+    assert (lse - exact_lse).abs().max() <= 2**-10 * exact_lse.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"PRODUCT_TILES": 1},
+        {"PING_PONG": True},
+        {"SLICE_DV": 64},
+        {"STAGES": 2},
+        {"HALVES": False, "SLICE_DV": 64},
+        {"HALVES": False, "SLICE_DV": 64, "PING_PONG": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 500}], ids=str)
+def test_switches_of_the_configuration(switches, options, monkeypatch):
+    device = torch.device("cuda")
+    q, k, v = (
+        torch.randn(2, h, s, 128, device=device) for h, s in ((8, 700), (2, 1500), (2, 1500))
+    )
+    made, scales = rounded(q, k, v)
+    data = [x.data for x in made]
+    chosen = launch_fp8.attn_fwd_fp8_sm90_config
+
+    def switched(*problem):
+        return replace(chosen(*problem), **switches)
+
+    monkeypatch.setattr(launch_fp8, "attn_fwd_fp8_sm90_config", switched)
+    monkeypatch.setattr(api, "_FP8", {})
+    with poison.poisoned_empty():
+        out = bsk.attention(*data, **scales, **options, impl="sm90")
+    exact = bsk.attention(*data, **scales, **options, out_dtype=torch.float32, impl="reference")
+    visible = visible_keys(700, 1500, device)
+    if options:
+        visible = visible_keys(700, 1500, device, True, options["window"] - 1)
+    plain, _ = rounded_weights(*(x.stored() for x in made), 128**-0.5, visible)
+    assert_within_budget(out, exact.double(), plain)
+
+
 @pytest.mark.gpu
 def test_many_keys_stay_accurate():
     """128k keys of one sign: sums that stayed in the tensor cores would lose the last ones."""
     device = torch.device("cuda")
     q, k = (torch.randn(1, 1, s, 128, device=device) for s in (64, 131072))
     v = torch.rand(1, 1, 131072, 128, device=device) + 1
-    made = [bsk.fp8.quantize(x, "block", impl="eager") for x in (q, k)]
-    made.append(bsk.fp8.quantize(v, "channel", transposed=True, impl="eager"))
-    scales = dict(
-        zip(("q_descale", "k_descale", "v_descale"), (x.descale for x in made), strict=True)
-    )
+    made, scales = rounded(q, k, v)
     out = bsk.attention(*(x.data for x in made), **scales, impl="sm90")
     exact = bsk.attention(*(x.data for x in made), **scales, out_dtype=torch.float32, impl="eager")
     plain, _ = rounded_weights(

@@ -52,7 +52,8 @@ class AttnFwdSm90Config:
     PDL: bool = False
     """Programmatic dependent launch: start before the previous kernel has ended."""
     PING_PONG: bool = False
-    """Consumers alternate: one issues its products while the others compute their softmax."""
+    """Consumers alternate: one issues its products while the others compute their softmax. With
+    HALVES they take turns at exponentials."""
     CLAIM_AHEAD: bool = False
     """Claim and announce a work tile while the previous one is fetched; this costs load balance if
     work tiles differ in length."""
@@ -68,11 +69,20 @@ class AttnFwdSm90Config:
     8-bit operands only with the summed dimension contiguous (`forward_fp8`)."""
     K_BLOCKS: bool = False
     """In fp8: keys have a scale for every 128 of them, not one for a head."""
+    HALVES: bool = False
+    """In fp8: KV tiles are taken in halves, with the scores of one under way while the weights of
+    the other are computed (`forward_fp8_halves`)."""
+    PRODUCT_TILES: int = 2
+    """With HALVES: KV tiles whose products the tensor cores add up before they join the sums."""
 
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
         plain = plain and not (self.SKIP_ABSENT or self.Q_REGISTERS) and self.CONSUMERS < 3
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
+        halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV <= 128
+        assert not self.HALVES or halves, f"{self=}"
+        # the tensor cores add with fewer bits than fp32 has
+        assert self.PRODUCT_TILES in (1, 2), f"{self.PRODUCT_TILES=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
@@ -113,6 +123,16 @@ class AttnFwdSm90Config:
         """
         room = self.TILE_DV <= 128 and not (self.SCHEDULER_WARP and self.TILE_N == 128)
         return self.dv_slices if room else 1
+
+    @property
+    def score_keys(self) -> int:
+        """Keys whose scores a consumer takes at a time."""
+        return self.TILE_N // 2 if self.HALVES else self.TILE_N
+
+    @property
+    def v_buffers(self) -> int:
+        """In fp8: buffers that a stage of values has, of so many keys as scores are taken of."""
+        return self.dv_slices * (self.TILE_N // self.score_keys)
 
     @property
     def programs_per_sm(self) -> int:
@@ -197,7 +217,7 @@ class AttnFwdSm90Config:
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values."""
         if self.FP8:
-            return (1, 1, self.SLICE_DV, self.TILE_N)
+            return (1, 1, self.SLICE_DV, self.score_keys)
         return (1, 1, self.part_rows, self.SLICE_DV)
 
     def out_block(self) -> tuple[int, int, int, int]:
@@ -285,9 +305,10 @@ def make_fp8_config(
     The product of a tile with the values has registers of its own (see `forward_fp8`), 32 in each
     slice of 64 columns; up to 128 columns have them all at a time.
     """
-    slice_dv = 64
     # a KV tile stays within 128 keys that share a scale, and within a block of the mask
     tile_n = 64 if tile_dv > 128 or (block_kv or 128) % 128 else 128
+    halves = tile_n == 128
+    slice_dv = tile_dv if halves else 64
     room = SMEM_BYTES if consumers == 2 else SMEM_BYTES // 2 - 2048
     # a second buffer of queries costs no stage of keys
     q_stages = 2
@@ -308,6 +329,7 @@ def make_fp8_config(
         SCHEDULER_WARP=block_kv is not None,
         FP8=True,
         K_BLOCKS=k_blocks,
+        HALVES=halves,
     )
 
 

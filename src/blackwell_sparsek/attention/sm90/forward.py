@@ -179,13 +179,17 @@ def mask_band(s, kv_start, bounds):
 
 
 @gluon.jit
-def visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
-    """Which keys of a tile of mask blocks each query sees."""
+def visible_keys(
+    visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr, KEYS: gl.constexpr = None,
+    START: gl.constexpr = 0,
+):  # fmt: skip
+    """Which keys of a tile of mask blocks each query sees; of KEYS of these, from START on."""
     lists = visit.lists
     tile_n: gl.constexpr = CFG.TILE_N
+    keys: gl.constexpr = CFG.TILE_N if KEYS is None else KEYS
     block_kv: gl.constexpr = CFG.BLOCK_KV
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
-    offs_n = gl.arange(0, tile_n, columns)
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(keys))
+    offs_n = START + gl.arange(0, keys, columns)
     ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, tile_n, block_kv)
     entry = masked_block(visit.plan, ordinal)
     kv_pos = keys_of_tile(
@@ -200,13 +204,15 @@ def visible_keys(visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
 
 
 @gluon.jit
-def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
-    """Scores of a tile that needs mask code, -inf where a query does not see a key."""
+def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0):
+    """Scores of the keys of a masked tile from START on, -inf where a query does not see one."""
     visit, bounds = queries.visit, queries.bounds
     if visit.lists is None:
-        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N, bounds)
+        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)
     else:
-        visible = visible_keys(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG)
+        visible = visible_keys(
+            *(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG), s.shape[1], START
+        )
         s = gl.where(visible, s, -float("inf"))
     return s
 

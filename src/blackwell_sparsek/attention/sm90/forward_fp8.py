@@ -45,11 +45,20 @@ from ...device.gluon.warps import shared_address
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
-from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
 from ...device.visits import num_masked_blocks
-from ...launch.descriptors import accumulator_layout
 from .forward import Queries, TileBounds, mask_scores
+from .forward_fp8_halves import TileScales, attend_halves
+from .forward_fp8_parts import (
+    SCALE_TOKENS,
+    HeadScales,
+    cap_scaled,
+    exponent_factor,
+    head_scales_at,
+    packed_weights,
+    tile_scale,
+    weight_operand,
+)
 from .forward_producer import (
     DENSE_FIELDS,
     ForwardShared,
@@ -62,7 +71,6 @@ from .forward_producer import (
     produce_scheduled,
     produce_tiles,
     take_work_tile,
-    tile_starts,
 )
 from .forward_stages import (
     EMPTY_K,
@@ -82,20 +90,8 @@ from .forward_stages import (
     zero_outputs,
 )
 
-# Of 16-bit operands, where that of the configuration is of operands in fp8.
-_wide_layout = gluon.constexpr_function(accumulator_layout)
 # Weights reach 2**HEADROOM; e4m3 ends at 448.
 HEADROOM = gl.constexpr(8)
-SCALE_TOKENS = gl.constexpr(128)
-
-
-class HeadScales(NamedTuple):
-    """Scales of a tensor, None if they are 1: strides of batch, head, and block or channel."""
-
-    ptr: Any
-    batch: Any
-    head: Any
-    last: Any
 
 
 class Fp8ConsumerArgs(NamedTuple):
@@ -112,38 +108,6 @@ class Fp8ConsumerArgs(NamedTuple):
     k_scales: Any
     v_scales: Any
     head_dim_v: Any
-
-
-@gluon.jit
-def head_scales_at(scales, batch, head):
-    """Pointer to the scales of a (batch, head)."""
-    return scales.ptr + (batch.to(gl.int64) * scales.batch + head.to(gl.int64) * scales.head)
-
-
-@gluon.jit
-def cap_scaled(s, score, scale):
-    """`cap` for scores that are to be multiplied by `scale` first."""
-    if score.inverse_cap is not None:
-        s = cap(s, score.inverse_cap * scale)
-    return s
-
-
-@gluon.jit
-def exponent_factor(score, scale):
-    """The factor from what `cap_scaled` returns to exponents; a softcap has taken the scale in."""
-    factor = score.factor
-    if score.inverse_cap is None:
-        factor = factor * scale
-    return factor
-
-
-@gluon.jit
-def tile_scale(scale, k_scales, k_scale_ptr, visit, kv_tile, CFG: gl.constexpr):
-    """`scale` of the queries times that of the keys of a tile."""
-    if CFG.K_BLOCKS:
-        block = tile_starts(visit, kv_tile, CFG)[0] // SCALE_TOKENS
-        scale = scale * gl.load(k_scale_ptr + block.to(gl.int64) * k_scales.last)
-    return scale
 
 
 @gluon.jit
@@ -196,39 +160,6 @@ def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
     products = start_products(operand, stages, stage, CFG)
     total, last = add_first_products(operand, stages, stage, acc, factor, products, CFG)
     return add_last_product(total, acc, factor, last)
-
-
-@gluon.jit
-def packed_weights(weights, CFG: gl.constexpr):
-    """Weights [64, keys] rounded to e4m3, four neighbouring keys to a word.
-
-    A loop that carries single bytes from tile to tile has a register for each of them. Threads
-    exchange pairs of keys, which one thread holds before and after: half as many exchanges as for
-    single values.
-    """
-    rows: gl.constexpr = weights.shape[0]
-    keys: gl.constexpr = weights.shape[1]
-    # two bytes are to 16-bit operands what four are to those in fp8
-    of_pairs: gl.constexpr = gl.DotOperandLayout(0, _wide_layout(CFG.SLICE_DV), 2)
-    bits = weights.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    low, high = bits.reshape([rows, keys // 2, 2]).split()
-    pairs = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
-    pairs = gl.convert_layout(pairs, of_pairs)
-    low, high = pairs.reshape([rows, keys // 4, 2]).split()
-    return low.to(gl.uint32) | (high.to(gl.uint32) << 16)
-
-
-@gluon.jit
-def weight_operand(words, CFG: gl.constexpr):
-    """`packed_weights` as the first operand of WGMMA."""
-    rows: gl.constexpr = words.shape[0]
-    keys: gl.constexpr = 4 * words.shape[1]
-    sums: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
-    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 4)
-    even = gl.join(words.to(gl.uint8), (words >> 16).to(gl.uint8))
-    odd = gl.join((words >> 8).to(gl.uint8), (words >> 24).to(gl.uint8))
-    bits = gl.join(even, odd).reshape([rows, keys])
-    return gl.convert_layout(bits.to(gl.float8e4nv, bitcast=True), operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -295,19 +226,60 @@ def attend_tile(
 
 
 @gluon.jit
+def attend_tiles(
+    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Take in all KV tiles of a work tile, at least one; return the step after, state and sums.
+
+    Arrives at `q_empty` when the queries are read.
+    """
+    visit, score = queries.visit, queries.score
+    of_queries, k_scales, k_scale_ptr = scales
+    tile_n: gl.constexpr = CFG.TILE_N
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    stage, phase = ring_place(step, CFG.STAGES)
+    of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, 0, CFG)
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    s = warpgroup_mma_wait(0, deps=(start_scores(queries.q, k, no_scores),))
+    free_stage(stages, stage, EMPTY_K, CFG)
+    s = cap_scaled(s, score, of_tile)
+    if needs_mask(visit.lists, visit.plan, 0, queries.masked_tiles):
+        s = mask_scores(s, queries, 0, CFG)
+    exponents = exponent_factor(score, of_tile)
+    m_log2, row_sum, p, rescale = weigh_scores(s, state.m_log2, state.row_sum, exponents, CFG)
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
+    state = SoftmaxState(m_log2, row_sum)
+    for kv_tile in range(1, kv_tiles):
+        of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile, CFG)
+        step, state, acc, p, factor = attend_tile(
+            queries, stages, kv_tile, step, of_tile, state, acc, p, factor, GROUP, CFG
+        )
+    # every score of this work tile is taken: the next queries may come
+    mbarrier.arrive(q_empty, count=1)
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(stages, stage, phase, FULL_V, CFG)
+    acc = add_products(p, stages, stage, acc, factor, CFG)
+    free_stage(stages, stage, EMPTY_V, CFG)
+    return step + 1, state, acc
+
+
+@gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Role of a consumer warp group: attend with 64 queries of each work tile."""
     q_ring, heads, band = shared.q_ring, shared.heads, shared.band
     q_len, kv_len = shared.lengths
     lists = shared.mask.lists
     first_row: gl.constexpr = GROUP * ROWS
-    tile_n: gl.constexpr = CFG.TILE_N
+    keys: gl.constexpr = CFG.score_keys
     width: gl.constexpr = CFG.SLICE_DV
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.score_keys)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     out_smem = consume.out_tiles.index(GROUP)
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    no_scores = gl.zeros([ROWS, keys], gl.float32, s_layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
     step = 0
@@ -349,35 +321,21 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         score = consume.score
         queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, None)
+        scales = TileScales(scale, consume.k_scales, k_scale_ptr)
+        q_empty = q_ring.empty.index(q_stage)
         if kv_tiles > 0:
-            stage, phase = ring_place(step, CFG.STAGES)
-            of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, 0, CFG)
-            await_stage(stages, stage, phase, FULL_K, CFG)
-            k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
-            s = warpgroup_mma_wait(0, deps=(start_scores(q, k, no_scores),))
-            free_stage(stages, stage, EMPTY_K, CFG)
-            s = cap_scaled(s, score, of_tile)
-            if needs_mask(lists, plan, 0, masked_tiles):
-                s = mask_scores(s, queries, 0, CFG)
-            exponents = exponent_factor(score, of_tile)
-            m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, row_sum, exponents, CFG)
-            factor = gl.convert_layout(rescale, o_rows)[:, None]
             state = SoftmaxState(m_log2, row_sum)
-            for kv_tile in range(1, kv_tiles):
-                of_tile = tile_scale(scale, consume.k_scales, k_scale_ptr, visit, kv_tile, CFG)
-                step, state, acc, p, factor = attend_tile(
-                    queries, stages, kv_tile, step, of_tile, state, acc, p, factor, GROUP, CFG
+            if CFG.HALVES:
+                step, state, acc = attend_halves(
+                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP, CFG
+                )
+            else:
+                step, state, acc = attend_tiles(
+                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP, CFG
                 )
             m_log2, row_sum = state
-            # every score of this work tile is taken: the next queries may come
-            mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
-            stage, phase = ring_place(step, CFG.STAGES)
-            await_stage(stages, stage, phase, FULL_V, CFG)
-            acc = add_products(p, stages, stage, acc, factor, CFG)
-            free_stage(stages, stage, EMPTY_V, CFG)
-            step += 1
         else:
-            mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
+            mbarrier.arrive(q_empty, count=1)
 
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
         if consume.sinks_ptr is not None:
@@ -467,7 +425,7 @@ def _attn_fwd_fp8_sm90_kernel(
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages * CFG.d_slices, CFG.TILE_N)
-    v_smem = tiles(v_desc, stages * CFG.dv_slices, CFG.SLICE_DV)
+    v_smem = tiles(v_desc, stages * CFG.v_buffers, CFG.SLICE_DV)
     q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)

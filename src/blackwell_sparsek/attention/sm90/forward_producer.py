@@ -362,18 +362,21 @@ def copy_tile(
     part_rows: gl.constexpr = CFG.part_rows
     width: gl.constexpr = ring.tiles.shape[2]
     channels: gl.constexpr = ring.tiles.shape[1]
+    # a turned tile lies in buffers of so many keys as a copy has
+    buffers: gl.constexpr = CFG.TILE_N // ring.tiles.shape[2] if TURNED else 1
     stage = step % CFG.STAGES
     bar = ring.full.index(stage)
     tiles = ()
-    for i in gl.static_range(SLICES):
-        tiles = tiles + (ring.tiles.index(stage * SLICES + i),)  # noqa: RUF005
+    for i in gl.static_range(SLICES * buffers):
+        tiles = tiles + (ring.tiles.index(stage * (SLICES * buffers) + i),)  # noqa: RUF005
     mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, SLICES * parts * desc.block_type.nbytes)
-    for i in gl.static_range(SLICES):
+    mbarrier.expect(bar, SLICES * buffers * parts * desc.block_type.nbytes)
+    for i in gl.static_range(SLICES * buffers):
         tile = tiles[i]
         for part in gl.static_range(parts):
             if TURNED:
-                async_load(desc, tile_at(place, i * channels, starts[part]), bar, tile)
+                key = starts[part] + i % buffers * width
+                async_load(desc, tile_at(place, i // buffers * channels, key), bar, tile)
             elif parts == 1:
                 async_load(desc, tile_at(place, starts[part], i * width), bar, tile)
             else:
