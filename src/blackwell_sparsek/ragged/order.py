@@ -34,7 +34,7 @@ from .triton import (
 RANKED = tl.constexpr(32)
 SCAN = tl.constexpr(256)
 # A program has at least so many times the longest softmax to do where softmaxes are left whole.
-LEAST_SOFTMAXES = tl.constexpr(4)
+LEAST_SOFTMAXES = 4
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _place(ahead, light, num_heavy, num_light):
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "num_slabs", "slots", "capacity", "num_blocks", "left",
-        "right", "num_tiles", "search_steps", "programs",
+        "right", "num_tiles", "search_steps", "programs", "least_softmaxes",
     ]
 )  # fmt: skip
 def _order_kernel(
@@ -72,14 +72,18 @@ def _order_kernel(
     num_tiles,
     search_steps,
     programs,
+    least_softmaxes,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     LIGHT_ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rank RANKED query tiles; the first program fills the rest of the workspace."""
+    """Rank RANKED query tiles; the first program fills the rest of the workspace.
+
+    Softmaxes are claimed if a program has `least_softmaxes` times the longest to do, and there are
+    prompts; in any case if that is 0.
+    """
     if PDL:
         gdc_launch_dependents()
     sizes = RaggedSizes(
@@ -114,12 +118,10 @@ def _order_kernel(
     place = _place(ahead, mine.light, num_heavy, num_light)
     tl.store(workspace.order + place, own, mine.units > 0)
     if tl.program_id(0) == 0:
-        count = num_heavy + num_light
-        if not WHOLE:
-            most = tl.cast(total, tl.int64) * heads.kv
-            short = tl.cast(longest, tl.int64) * programs * LEAST_SOFTMAXES <= most
-            count = tl.where(short & (num_heavy > 0), count, -1)
-        tl.store(workspace.order + num_tiles, count)
+        all_units = tl.cast(total, tl.int64) * heads.kv
+        short = tl.cast(longest, tl.int64) * programs * least_softmaxes <= all_units
+        claimed = short & ((num_heavy > 0) | (least_softmaxes == 0))
+        tl.store(workspace.order + num_tiles, tl.where(claimed, num_heavy + num_light, -1))
 
 
 def launch_order(
@@ -134,7 +136,7 @@ def launch_order(
     """Fill `ends`, `owners` and `order` for `programs` programs and tiles `tile`."""
     num_tiles, steps = workspace.ends.numel(), call.batch.bit_length()
     args = (workspace, records.tables, records.layout.tensors.heads, *records.sizes, num_tiles)
-    whole = call.batch_invariant
-    constants = (*tile, call.top_left, light_rows, whole, pdl)
+    least = 0 if call.batch_invariant else LEAST_SOFTMAXES
+    constants = (*tile, call.top_left, light_rows, pdl)
     grid = cdiv(num_tiles, RANKED.value)
-    launch(_order_kernel, grid, (*args, steps, programs, *constants), num_warps=4)
+    launch(_order_kernel, grid, (*args, steps, programs, least, *constants), num_warps=4)

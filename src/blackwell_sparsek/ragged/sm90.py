@@ -82,20 +82,17 @@ from ..launch.descriptors import GROUP_ROWS, tensor_descriptor
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from .order import launch_order
+from .outputs import end_rows, row_places, store_lse, store_outputs
 from .triton import (
     RaggedSizes,
     RaggedWorkspace,
     SoftmaxPart,
     TileOfQueries,
-    end_rows,
     find_query_tile,
     kernel_records,
     launch_plan,
     part_of_softmax,
     query_tile,
-    row_places,
-    store_lse,
-    store_outputs,
     units_of_program,
     units_of_tile,
 )
