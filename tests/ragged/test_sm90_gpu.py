@@ -71,6 +71,61 @@ def test_any_number_of_programs(case, programs):
     check(case, programs)
 
 
+# Enough softmaxes for three programs to claim them: prompts that end inside of a tile, at its end
+# and with one consumer's rows, and decoding steps.
+CLAIMED = RaggedCase(
+    7, BRAIN, heads=(8, 2), q_lens=(1, 512, 300, 1, 16, 1, 48, 700),
+    kv_lens=(900, 512, 300, 64, 40, 129, 48, 800), head_dims=(128, 128), layout="paged",
+)  # fmt: skip
+# Which settings of the kernel differ from those that it is launched with.
+SETTINGS = {
+    "ranges": {"DYNAMIC": False},
+    "no overlap": {"PDL": False},
+    "stores": {"STAGES": 3, "Q_STAGES": 1, "OUT_TILES": False},
+    "two tiles of queries": {"STAGES": 2, "Q_STAGES": 2, "OUT_TILES": False},
+}
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 132])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_softmaxes_that_programs_claim(programs, batch_invariant):
+    """Twice, since the counter of claims must be zero again."""
+    case = dataclasses.replace(CLAIMED, batch_invariant=batch_invariant, sinks=True, padding=150)
+    first = check(case, programs)
+    second = check(case, programs)
+    assert first.out.equal(second.out) and first.lse.equal(second.lse)
+
+
+def test_claimed_softmaxes_have_the_bits_of_whole_ones():
+    claimed = attend(CLAIMED.build("cuda"), 1)
+    whole = attend(dataclasses.replace(CLAIMED, batch_invariant=True).build("cuda"), 132)
+    assert claimed[0].equal(whole[0]) and claimed[1].equal(whole[1])
+
+
+@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("programs", [1, 3, 132])
+def test_settings(changes, programs):
+    call = CLAIMED.build("cuda")
+    config = dataclasses.replace(ragged_sm90_config(call.problem, call.top_left), **changes)
+    with poisoned_empty():
+        launch_attn_ragged_sm90(call, config, programs)
+    copied = dataclasses.replace(CLAIMED.build("cpu"), out=call.out.cpu(), lse=call.lse.cpu())
+    check_ragged(copied, what=str(changes), on_gpu=True)
+
+
+def test_outputs_that_tma_cannot_write():
+    """One element off: neither are they written by TMA, nor anything beside them."""
+    call = CLAIMED.build("cuda")
+    memory = torch.full((call.out.numel() + 2,), 7.0, dtype=call.out.dtype, device="cuda")
+    out = memory[1:-1].view(call.out.shape)
+    moved = dataclasses.replace(call, out=out)
+    assert call.problem.tma_out and not moved.problem.tma_out
+    expected = attend(call)
+    found = attend(moved)
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])
+    assert memory[0] == memory[-1] == 7.0
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (12, 3), (7, 1), (16, 2), (65, 1), (128, 1)])
 def test_groups_of_heads(heads):
     check(dataclasses.replace(PAGED, heads=heads))

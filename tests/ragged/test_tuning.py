@@ -120,6 +120,21 @@ def test_tiles_of_the_hopper_kernel_fit_into_shared_memory(dim, stages):
     assert contiguous.k_block() == (1, 1, 128, 128)
 
 
+@pytest.mark.parametrize("dim, stages", [(128, 2), (64, 4)])
+def test_prompts_have_buffers_of_queries_and_outputs(dim, stages):
+    problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim, tma_q=True, tma_out=True)
+    config = ragged_sm90_config(problem, False)
+    assert (config.Q_STAGES, config.OUT_TILES, config.DYNAMIC) == (2, True, True)
+    assert stages == config.STAGES and config.tile_bytes + 2048 <= 226 * 1024
+    assert config.out_block() == (16, 1, 4, dim)
+    # outputs that TMA cannot write, and decoding steps alone
+    other = ragged_sm90_config(replace(problem, tma_out=False), False)
+    assert (other.Q_STAGES, other.OUT_TILES, other.DYNAMIC) == (1, False, True)
+    steps = ragged_sm90_config(replace(problem, max_q=16), False)
+    assert (steps.Q_STAGES, steps.OUT_TILES, steps.DYNAMIC) == (1, False, False)
+    assert (3 if dim == 128 else 4) == steps.STAGES
+
+
 @pytest.mark.parametrize("changes, heads", [
     ({}, 4), ({"heads_q": 8}, 1), ({"heads_q": 512}, 64),
     # 64 rows are no whole number of queries, or less than one

@@ -1,12 +1,13 @@
 # mypy: ignore-errors
 """Packed queries over a cache on Hopper: the arithmetic of `triton.py` by TMA and WGMMA.
 
-Shapes, results and the way work is split are those of `triton.py`, whose plan is used as it is:
-programs take equal ranges of the units of all softmaxes. Queries of all heads that share a KV
+Shapes, results and the way work is split are those of `triton.py`: programs take equal ranges of
+the units of all softmaxes or, if the plan says so, whole softmaxes as they get free (`order.py`).
+Queries of all heads that share a KV
 head are the rows of a query tile, CONSUMERS x 64 of them, so that a decoding step reads its keys
 once for the whole group. The roles of a program are those of `attention.sm90.forward`:
 
-- a producer warp finds the parts of softmaxes in its range, publishes each as a `QueryPart`, and
+- a producer warp finds the parts of softmaxes that it has, publishes each as a `QueryPart`, and
   keeps rings of K and V tiles full, by one TMA copy for each page of a tile;
 - consumer warp groups own 64 rows each. They go through the KV tiles as the consumers of the
   forward do, and leave parts for each other as with its split tail.
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from ..attention.sm90.forward import (
     Queries,
@@ -55,9 +57,10 @@ from ..decode.sm90_producer import (
     read_pages,
 )
 from ..decode.triton import DecodeHeads, DecodeLayout
-from ..device.gluon.compat import async_load, reinterpret
+from ..device.gluon.compat import async_load, async_store, reinterpret, thread_barrier
 from ..device.gluon.partials import columns_of, rows_of
 from ..device.gluon.pipeline import (
+    next_claimed,
     publish,
     ring,
     ring_memory,
@@ -66,6 +69,7 @@ from ..device.gluon.pipeline import (
     tiles,
     work_channel,
 )
+from ..device.gluon.records import StagePlace
 from ..device.gluon.row_parts import row_parts
 from ..device.gluon.warps import shared_address
 from ..device.masks import bounds_in_chunk, row_bounds
@@ -77,19 +81,20 @@ from ..device.visits import num_masked_blocks, plan_dense
 from ..launch.descriptors import GROUP_ROWS, tensor_descriptor
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
+from .order import launch_order
+from .outputs import end_rows, row_places, store_lse, store_outputs
 from .triton import (
     RaggedSizes,
     RaggedWorkspace,
+    SoftmaxPart,
     TileOfQueries,
     find_query_tile,
     kernel_records,
     launch_plan,
     part_of_softmax,
     query_tile,
-    row_places,
     units_of_program,
     units_of_tile,
-    write_rows,
 )
 from .tuning import RaggedSm90Config, query_tiles, ragged_sm90_config
 
@@ -128,7 +133,7 @@ class RaggedShared(NamedTuple):
     """What all roles share."""
 
     q_ring: Any
-    """A stage for each consumer; used where the producer copies queries."""
+    """CFG.Q_STAGES tiles for each consumer, as TMA fills them where the producer copies queries."""
     k_ring: Any
     v_ring: Any
     parts: Any
@@ -161,8 +166,10 @@ class RaggedConsumer(NamedTuple):
     scoring: Any
     tensors: Any
     tail: Any
-    q_tiles: Any
-    """A tile of queries for each consumer, in shared memory."""
+    out_desc: Any
+    """None where consumers store all outputs themselves."""
+    out_copies: Any
+    """A tile of outputs for each consumer, in shared memory, as TMA takes them; None likewise."""
 
 
 @gluon.jit
@@ -186,6 +193,20 @@ def _group_of(heads, CFG: gl.constexpr):
 def _position(row, tile, group):
     """Position of the query of a row; rows past the last count as the last."""
     return gl.minimum(row, tile.num_rows - 1) // group + tile.shift
+
+
+@gluon.jit
+def _queries_place(part, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """The `StagePlace` of a consumer's queries of the `part`-th part with keys."""
+    stage, phase = ring_place(part, CFG.Q_STAGES)
+    return StagePlace(stage * CFG.CONSUMERS + GROUP, phase)
+
+
+@gluon.jit
+def _rows_place(tile, kv_head, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Coordinates of a consumer's rows in [token, KV head, head of it, dim]."""
+    query = tile.first_query + (tile.first_row + GROUP * ROWS) // CFG.HEADS
+    return [query, kv_head, 0, 0]
 
 
 # The producer.
@@ -260,12 +281,12 @@ def _copy_queries(produce, shared, tile, kv_head, part, CFG: gl.constexpr):
     consumers: gl.constexpr = CFG.CONSUMERS
     q_ring = shared.q_ring
     for group in gl.static_range(consumers):
-        bar = q_ring.full.index(group)
-        mbarrier.wait(q_ring.empty.index(group), (part & 1) ^ 1)
+        stage, phase = _queries_place(part, group, CFG)
+        bar = q_ring.full.index(stage)
+        mbarrier.wait(q_ring.empty.index(stage), phase ^ 1)
         mbarrier.expect(bar, produce.q_desc.block_type.nbytes)
-        query = tile.first_query + (tile.first_row + group * ROWS) // CFG.HEADS
-        place = [query, kv_head, 0, 0]
-        async_load(produce.q_desc, place, bar, q_ring.tiles.index(group))
+        place = _rows_place(tile, kv_head, group, CFG)
+        async_load(produce.q_desc, place, bar, q_ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -277,6 +298,9 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
     _, kv_tiles = count_tiles(plan, CFG)
     wrong = lanes() * 0
     pages = _read_pages(keys, dense_tile(plan, 0), CFG)
+    if CFG.HEADS > 0 and CFG.Q_STAGES > 1:  # noqa: SIM102
+        if kv_tiles > 0:
+            _copy_queries(produce, shared, tile, kv_head, part, CFG)
     for kv_tile in range(0, kv_tiles):
         copies, wrong_pages = _copies(pages, keys, dense_tile(plan, kv_tile), CFG)
         wrong = wrong | wrong_pages
@@ -285,7 +309,7 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
         pages = _read_pages(keys, dense_tile(plan, following), CFG)
         _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
         _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
-        if CFG.HEADS > 0:  # noqa: SIM102
+        if CFG.HEADS > 0 and CFG.Q_STAGES == 1:  # noqa: SIM102
             # there is room for a tile before the last queries have been read
             if kv_tile == 0:
                 _copy_queries(produce, shared, tile, kv_head, part, CFG)
@@ -294,18 +318,49 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
 
 
 @gluon.jit
+def _ask(counter_ptr):
+    """What the first thread finds in the counter of claims, which it raises by one.
+
+    Only the first thread's is meant, so that nothing waits for it before `pick` does.
+    """
+    nothing = lanes() * 0
+    return gl.atomic_add(counter_ptr + nothing, nothing + 1, mask=lanes() == 0, sem="relaxed")
+
+
+@gluon.jit
 def _produce(produce, shared, CFG: gl.constexpr):
-    """Role of the producer: find the parts of this program's range and keep the rings full."""
+    """Role of the producer: find the parts of this program and keep the rings full.
+
+    They are those of its range `[at, end)` of units, or softmax `at` of `end` in the order.
+    """
     sizes, heads = shared.sizes, shared.heads
     group = _group_of(heads, CFG)
     tables, workspace = produce.tables, produce.workspace
+    if CFG.PDL:
+        # for the plan; what other kernels wrote was there before the plan began
+        gdc_wait()
     total, programs, at, end = units_of_program(workspace, produce.num_tiles, heads.kv)
+    claims = False
+    if CFG.DYNAMIC:
+        listed = gl.load(workspace.order + produce.num_tiles)
+        claims = listed >= 0
+        at = gl.where(claims, gl.program_id(0), at)
+        end = gl.where(claims, listed * heads.kv, end)
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
-    q_tile, before = find_query_tile(workspace, at // heads.kv, produce.num_tiles, offs_scan)
+    q_tile = 0
+    before = 0
+    if not claims:
+        q_tile, before = find_query_tile(workspace, at // heads.kv, produce.num_tiles, offs_scan)
     step = 0
     slot = 0
     with_keys = 0
     while at < end:
+        asked = lanes()
+        if CFG.DYNAMIC:  # noqa: SIM102
+            if claims:
+                q_tile = gl.load(workspace.order + at // heads.kv)
+                before = 0
+                asked = _ask(workspace.counters)
         tile_end = gl.load(workspace.ends + q_tile)
         count = tile_end - before
         if count == 0:
@@ -313,11 +368,20 @@ def _produce(produce, shared, CFG: gl.constexpr):
         else:
             sequence = gl.load(workspace.owners + q_tile)
             tile = query_tile(tables, sizes, q_tile, sequence, group, CFG.tile_m, CFG.TOP_LEFT)
-            first_tile, _ = visited_tiles(tile.kv_lo, tile.kv_hi, 0, CFG.TILE_N, None)
+            first_tile, num_visited = visited_tiles(tile.kv_lo, tile.kv_hi, 0, CFG.TILE_N, None)
             units = units_of_tile(tile, ROWS)
             part, stop = part_of_softmax(
                 at, end, before, count, units, heads.kv, total, programs, CFG.WHOLE
             )
+            if CFG.DYNAMIC:
+                part = SoftmaxPart(
+                    part.mine | claims,
+                    gl.where(claims, at % heads.kv, part.kv_head),
+                    gl.where(claims, 0, part.first),
+                    gl.where(claims, num_visited, part.end),
+                    gl.where(claims, 0, part.first_program),
+                    gl.where(claims, 0, part.last_program),
+                )
             if part.mine:
                 plan = _plan_part(tile, part, first_tile, sizes, group, CFG)
                 published = QueryPart(
@@ -345,6 +409,9 @@ def _produce(produce, shared, CFG: gl.constexpr):
             if stop == tile_end * heads.kv:
                 q_tile += 1
                 before = tile_end
+            if CFG.DYNAMIC:  # noqa: SIM102
+                if claims:
+                    at = next_claimed(workspace.counters, pick(asked, 0), gl.num_programs(0), end)
     # no KV head: the end
     publish(shared.parts, slot, QueryPart(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
@@ -353,8 +420,15 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Load this consumer's rows into shared memory."""
+def _rows_in(copy, COLUMNS: gl.constexpr):
+    """A copy of [token, KV head, head of it, dim] in shared memory as a tile of 64 rows."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], copy.dtype)
+    return reinterpret(copy, copy.dtype, [ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def _load_queries(consume, own, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Load this consumer's rows into `own`, in shared memory."""
     dim: gl.constexpr = CFG.TILE_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
     row = tile.first_row + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -368,7 +442,6 @@ def _load_queries(consume, tile, kv_head, group, GROUP: gl.constexpr, CFG: gl.co
     if scale_log2 <= 0.0:
         # rare, and 160 instructions
         q = fold_sign(q, scale_log2)[0]
-    own = consume.q_tiles.index(GROUP)
     own.store(q)
     fence_async_shared()
 
@@ -381,6 +454,41 @@ def _row_bounds_of(tile, rows, sizes, group, GROUP: gl.constexpr):
     _, every_last = _bounds_at(_position(first_row, tile, group), tile, sizes)
     every_first, _ = _bounds_at(_position(first_row + (ROWS - 1), tile, group), tile, sizes)
     return TileBounds(first, last, every_first, every_last)
+
+
+@gluon.jit
+def _write_rows(consume, tensors, tile, kv_head, state, acc, tokens_q, GROUP: gl.constexpr,
+                CFG: gl.constexpr):  # fmt: skip
+    """End the softmax of this consumer's rows and store outputs and lse.
+
+    TMA copies 64 rows of the sequence; with fewer, those of the next one would follow, and each
+    thread stores its own.
+    """
+    first_row = tile.first_row + GROUP * ROWS
+    rows = first_row + rows_of(acc)
+    query, head, offset = row_places(
+        rows, tile.num_rows, kv_head, tensors.heads.group, tile.first_query, tensors.out
+    )
+    out, lse = end_rows(
+        consume.scoring, tensors.scales, tile, kv_head, head, state.m_log2, state.row_sum, acc, rows
+    )
+    live = rows < tile.num_rows
+    columns = columns_of(acc)[None, :]
+    if CFG.OUT_TILES:
+        if first_row + ROWS <= tile.num_rows:
+            # the copy before must have read the buffer, which one thread knows
+            tma.store_wait(0)
+            thread_barrier()
+            copy = consume.out_copies.index(GROUP)
+            _rows_in(copy, CFG.TILE_DV).store(out.to(copy.dtype))
+            fence_async_shared()
+            thread_barrier()
+            async_store(consume.out_desc, _rows_place(tile, kv_head, GROUP, CFG), copy)
+        else:
+            store_outputs(consume.results, out, offset, columns, live, CFG.HEAD_DIM_V)
+    else:
+        store_outputs(consume.results, out, offset, columns, live, CFG.HEAD_DIM_V)
+    store_lse(consume.results, lse, tile, query, head, tokens_q, live)
 
 
 @gluon.jit
@@ -409,20 +517,24 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         )  # fmt: skip
         plan = VisitPlan(0, 0, part.edge_begin, part.full_begin, part.full_end, part.edge_end)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
+        q_stage, q_phase = _queries_place(with_keys, GROUP, CFG)
         if part.first_row + GROUP * ROWS >= part.num_rows:
             # none of its rows exists
             if CFG.HEADS > 0:  # noqa: SIM102
                 if kv_tiles > 0:
-                    mbarrier.wait(q_ring.full.index(GROUP), with_keys & 1)
-                    mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
+                    mbarrier.wait(q_ring.full.index(q_stage), q_phase)
+                    mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
             skip_tiles(stages, kv_tiles, step, GROUP, CFG)
             step += kv_tiles
             take(shared.verdicts, slot)
         else:
-            if CFG.HEADS == 0:
-                _load_queries(consume, tile, part.kv_head, group, GROUP, CFG)
+            q = q_ring.tiles.index(q_stage)
+            if CFG.HEADS > 0:
+                q = _rows_in(q, CFG.TILE_D)
+            else:
+                _load_queries(consume, q, tile, part.kv_head, group, GROUP, CFG)
             queries = Queries(
-                (consume.q_tiles.index(GROUP),),
+                (q,),
                 Visit(None, plan, num_masked_blocks(plan), tile.kv_len),
                 masked_tiles,
                 rows,
@@ -436,7 +548,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             acc = zero_outputs(CFG)
             if kv_tiles > 0:
                 if CFG.HEADS > 0:
-                    mbarrier.wait(q_ring.full.index(GROUP), with_keys & 1)
+                    mbarrier.wait(q_ring.full.index(q_stage), q_phase)
                 m_log2, sums, acc, p = attend_first_tile(
                     queries, stages, 0, step, (m_log2, sums), acc, GROUP, CFG
                 )
@@ -449,7 +561,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 place = ring_place(step, CFG.STAGES)
                 if CFG.HEADS > 0:
                     # every score of this part is taken: the next queries may come
-                    mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
+                    mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
                 drop_unseen(queries, stages, kv_tiles - 1, place, CFG)
                 acc = attend_last_values(stages, place, acc, p, CFG)
                 step += 1
@@ -466,16 +578,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                         consume.tail, shares, SoftmaxState(m_log2, row_sum), acc, GROUP, CFG
                     )
             if complete:
-                out = acc[0]
-                write_rows(
-                    consume.results, consume.scoring, tensors, tile, part.kv_head,
-                    gl.convert_layout(m_log2, o_rows), gl.convert_layout(row_sum, o_rows), out,
-                    tile.first_row + GROUP * ROWS + rows_of(out), columns_of(out)[None, :],
-                    tile.num_rows, sizes.tokens_q, CFG.HEAD_DIM_V,
-                )  # fmt: skip
+                state = SoftmaxState(
+                    gl.convert_layout(m_log2, o_rows), gl.convert_layout(row_sum, o_rows)
+                )
+                _write_rows(
+                    consume, tensors, tile, part.kv_head, state, acc[0], sizes.tokens_q, GROUP, CFG
+                )
         slot += 1
         with_keys += gl.where(kv_tiles > 0, 1, 0)
         part = QueryPart(*take(shared.parts, slot))
+    if CFG.OUT_TILES:
+        tma.store_wait(0)
 
 
 @gluon.jit(
@@ -487,6 +600,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 def _attn_ragged_sm90_kernel(
     results,
     q_ptr,
+    out_desc,
     q_desc,
     k_desc,
     v_desc,
@@ -513,19 +627,19 @@ def _attn_ragged_sm90_kernel(
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     consumers: gl.constexpr = CFG.CONSUMERS
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CFG.TILE_D], k_desc.dtype)
-    q_shape: gl.constexpr = [consumers, ROWS, CFG.TILE_D]
-    if CFG.HEADS > 0:
-        q_copies = ring_memory(q_desc, consumers)
-        q_tiles = reinterpret(q_copies, k_desc.dtype, q_shape, q_layout)
+    q_stages: gl.constexpr = CFG.Q_STAGES * consumers
+    if CFG.HEADS > 0:  # noqa: SIM108
+        q_smem = ring_memory(q_desc, q_stages)
     else:
-        q_copies = gl.allocate_shared_memory(k_desc.dtype, q_shape, q_layout)
-        q_tiles = q_copies
+        q_smem = tiles(k_desc, q_stages, ROWS)
+    out_copies = None
+    if CFG.OUT_TILES:
+        out_copies = ring_memory(out_desc, consumers)
     k_smem = tiles(k_desc, stages, CFG.TILE_N)
     v_smem = tiles(v_desc, stages, CFG.TILE_N)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
-    q_ring = ring(q_copies, consumers, 1)
+    q_ring = ring(q_smem, q_stages, 1)
     parts = work_channel(PART_FIELDS, consumers)
     verdicts = work_channel(1, consumers)
     fence_async_shared()
@@ -537,7 +651,7 @@ def _attn_ragged_sm90_kernel(
     produce = RaggedProducer(
         q_desc, k_desc, v_desc, tables, layout.tables.pages, workspace, num_tiles
     )
-    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail, q_tiles)
+    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail, out_desc, out_copies)
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
@@ -555,19 +669,19 @@ def attention_ragged(call: RaggedCall) -> None:
     launch_attn_ragged_sm90(call, ragged_sm90_config(problem, call.top_left), problem.arch.num_sms)
 
 
-def _query_descriptor(call: RaggedCall, config: RaggedSm90Config) -> Any:
-    """Of [token, KV head, head of it, dim]; None if consumers load queries."""
-    if config.HEADS == 0:
-        return None
-    q = call.q.unflatten(1, (call.kv_heads, config.HEADS))
-    return tensor_descriptor(q, config.q_block(), tma_strides(q))
+def _rows_descriptor(
+    x: torch.Tensor, config: RaggedSm90Config, block: tuple[int, int, int, int]
+) -> Any:
+    """Of queries or outputs as [token, KV head, head of it, dim]."""
+    x = x.unflatten(1, (-1, config.HEADS))
+    return tensor_descriptor(x, block, tma_strides(x))
 
 
 def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs: int) -> None:
     """Fill `out` and `lse`, which is contiguous.
 
     Takes `2 * programs * tile_m * (TILE_DV + 2)` floats of memory unless the call is
-    batch-invariant, and two integers for each query tile.
+    batch-invariant, and three integers for each query tile.
     """
     q = call.q
     if q.shape[0] * q.shape[1] == 0:
@@ -578,13 +692,19 @@ def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs
         groups = 0 if config.WHOLE else 2 * programs * config.CONSUMERS
         parts = scratch((groups, GROUP_ROWS, config.TILE_DV + 2), torch.float32, q.device)
         counters = self_resetting_counters(1 + programs * config.CONSUMERS, q.device)
-        plan = (scratch((num_tiles,), torch.int32, q.device) for _ in range(2))
+        lengths = (num_tiles, num_tiles) + ((num_tiles + 1,) if config.DYNAMIC else ())
+        plan = (scratch((length,), torch.int32, q.device) for length in lengths)
         workspace = RaggedWorkspace(parts, counters, *plan)
-        launch_plan(call, records, workspace, config.tile_m, config.TILE_N, GROUP_ROWS)
+        tile = (config.tile_m, config.TILE_N)
+        if config.DYNAMIC:
+            launch_order(call, records, workspace, programs, tile, GROUP_ROWS, config.PDL)
+        else:
+            launch_plan(call, records, workspace, *tile, GROUP_ROWS, config.PDL)
         args = (
             records.results,
             q,
-            _query_descriptor(call, config),
+            _rows_descriptor(call.out, config, config.out_block()) if config.OUT_TILES else None,
+            _rows_descriptor(q, config, config.q_block()) if config.HEADS > 0 else None,
             descriptor(call.k, call.page_size, config.k_block()),
             descriptor(call.v, call.page_size, config.v_block()),
             records.tables,
@@ -597,4 +717,5 @@ def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs
             config,
         )
         options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
+        options["launch_pdl"] = config.PDL
         launch(_attn_ragged_sm90_kernel, programs, args, **options, **hopper_options())

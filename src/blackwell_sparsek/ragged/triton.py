@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..attention.operands import score_factors, token_strides
 from ..calls.ragged import RaggedCall
@@ -57,11 +58,12 @@ from ..device.partials import (
 from ..device.records import Alibi, CacheTables, CacheView, Strides
 from ..device.schedule import owner_of, share_of
 from ..device.scores import fold_sign
-from ..device.softmax import LOG2_E, add_sink, finalise
+from ..device.softmax import LOG2_E
 from ..dispatch.machine import fp32_precision
 from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from . import tuning
+from .outputs import Results, row_places, write_rows
 from .tuning import RaggedConfig, query_tiles, ragged_config
 
 # Slots that are counted, or searched, at a time.
@@ -117,13 +119,14 @@ class RaggedWorkspace(NamedTuple):
     """Parts of softmaxes, self-resetting counters of those that have arrived, and the plan.
 
     `ends` holds the units of one KV head up to the end of each query tile, `owners` the sequence of
-    each.
+    each. `order` is that of `order.py`, or None.
     """
 
     partials: Any
     counters: Any
     ends: Any
     owners: Any
+    order: Any = None
 
 
 class TableStrides(NamedTuple):
@@ -244,6 +247,39 @@ def units_of_tile(tile, LIGHT_ROWS: tl.constexpr):
     return tl.where(tile.num_rows - tile.first_row <= LIGHT_ROWS, LIGHT_UNITS, TILE_UNITS)
 
 
+class TileWork(NamedTuple):
+    """The sequence of a query tile, the units of one of its softmaxes, 0 if it has no rows, and
+    whether it is light."""
+
+    sequence: Any
+    units: Any
+    light: Any
+
+
+@triton.jit
+def work_of_tiles(
+    q_tile, tables, sizes, group, num_tiles, search_steps, BLOCK_KV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TOP_LEFT: tl.constexpr, LIGHT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The `TileWork` of query tiles.
+
+    Units of SOFTMAX_COST tiles stand for the time in which a softmax begins and ends.
+    """
+    # the last sequence, or the padding behind it, that begins by this tile
+    sequence = q_tile - q_tile
+    for step in range(0, search_steps):
+        further = sequence + (1 << (search_steps - 1 - step))
+        begins = _first_tile(tables, sizes, further, further <= sizes.batch, group, TILE_M)
+        sequence = tl.where((further <= sizes.batch) & (begins <= q_tile), further, sequence)
+    tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
+    _, count = visited_tiles(tile.kv_lo, tile.kv_hi, sizes.num_blocks, TILE_N, BLOCK_KV)
+    count = tl.where(tile.first_row < tile.used_rows, count, 1)
+    tile_units = units_of_tile(tile, LIGHT_ROWS)
+    units = count * tile_units + SOFTMAX_COST * TILE_UNITS
+    exists = (tile.first_row < tile.num_rows) & (q_tile < num_tiles)
+    return TileWork(sequence, tl.where(exists, units, 0), tile_units < TILE_UNITS)
+
+
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "num_slabs", "slots", "capacity", "num_blocks", "left",
@@ -271,11 +307,14 @@ def _plan_kernel(
     TILE_N: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     LIGHT_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Add up the units of the KV tiles of every query tile; one program.
+    """Add up the units of every query tile; one program.
 
-    Those of SOFTMAX_COST more for each stand for the time in which a softmax begins and ends.
+    PDL: the next kernel may start at once; it waits where it reads the plan.
     """
+    if PDL:
+        gdc_launch_dependents()
     sizes = RaggedSizes(
         batch, tokens_q, tokens_k, num_slabs, slots, capacity, num_blocks, left, right, chunk
     )
@@ -283,21 +322,23 @@ def _plan_kernel(
     before = 0
     for start in range(0, num_tiles, SCAN):
         q_tile = start + tl.arange(0, SCAN)
-        # the last sequence, or the padding behind it, that begins by this tile
-        sequence = tl.zeros([SCAN], tl.int32)
-        for step in range(0, search_steps):
-            further = sequence + (1 << (search_steps - 1 - step))
-            begins = _first_tile(tables, sizes, further, further <= batch, group, TILE_M)
-            sequence = tl.where((further <= batch) & (begins <= q_tile), further, sequence)
-        tile = query_tile(tables, sizes, q_tile, sequence, group, TILE_M, TOP_LEFT)
-        _, count = visited_tiles(tile.kv_lo, tile.kv_hi, num_blocks, TILE_N, BLOCK_KV)
-        count = tl.where(tile.first_row < tile.used_rows, count, 1)
-        units = count * units_of_tile(tile, LIGHT_ROWS) + SOFTMAX_COST * TILE_UNITS
-        units = tl.where(tile.first_row < tile.num_rows, units, 0)
-        ends = before + tl.cumsum(tl.where(q_tile < num_tiles, units, 0), 0)
-        tl.store(workspace.ends + q_tile, ends, q_tile < num_tiles)
-        tl.store(workspace.owners + q_tile, sequence, q_tile < num_tiles)
-        before = tl.max(ends, 0)
+        work = work_of_tiles(
+            q_tile, tables, sizes, group, num_tiles, search_steps, BLOCK_KV, TILE_M, TILE_N,
+            TOP_LEFT, LIGHT_ROWS,
+        )  # fmt: skip
+        before = store_ends(workspace, q_tile, work, before, num_tiles)
+
+
+@triton.jit
+def store_ends(workspace, q_tile, work, before, num_tiles):
+    """Store `ends` and `owners` of neighbouring query tiles with `before` units before them.
+
+    Returns the units up to their end.
+    """
+    ends = before + tl.cumsum(work.units, 0)
+    tl.store(workspace.ends + q_tile, ends, q_tile < num_tiles)
+    tl.store(workspace.owners + q_tile, work.sequence, q_tile < num_tiles)
+    return tl.max(ends, 0)
 
 
 class ProgramUnits(NamedTuple):
@@ -373,58 +414,6 @@ def part_of_softmax(
         last_program = first_program
     end_tile = (stop - first_tile + tile_units - 1) // tile_units
     return SoftmaxPart(mine, kv_head, first, end_tile, first_program, last_program), stop
-
-
-@triton.jit
-def row_places(rows, num_rows, kv_head, group, first_query, strides):
-    """Query in the sequence, head, and offset of rows; rows past the last count as the last."""
-    rows = tl.minimum(rows, num_rows - 1)
-    query = rows // group
-    head = kv_head * group + rows % group
-    token = tl.cast(first_query + query, tl.int64)
-    return query, head, tl.cast(head, tl.int64) * strides.head + token * strides.token
-
-
-@triton.jit
-def write_rows(
-    results, scoring, tensors, tile, kv_head, m_log2, row_sum, acc, rows, columns, end_row,
-    tokens_q, HEAD_DIM_V: tl.constexpr,
-):  # fmt: skip
-    """End the softmax of rows [R] and store outputs and lse; acc and columns are [R, C].
-
-    Rows from `end_row` on are not stored. A row may occur more than once, with other columns.
-    """
-    live = rows < end_row
-    query, head, offset = row_places(
-        rows, end_row, kv_head, tensors.heads.group, tile.first_query, tensors.out
-    )
-    if scoring.sinks is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, tl.load(scoring.sinks + head))
-        acc *= rescale[:, None]
-    row_sum = tl.where(tile.kv_len < 0, float("nan"), row_sum)
-    inverse, lse = finalise(m_log2, row_sum)
-    if scoring.v_scale is not None:
-        inverse *= tl.load(scoring.v_scale + kv_head * tensors.scales.v)
-    out = acc * inverse[:, None]
-    if tile.used_rows < tile.num_rows:
-        # a sink is no result of a query that is not used
-        unused = (rows >= tile.used_rows) & (tile.kv_len >= 0)
-        out = tl.where(unused[:, None], 0.0, out)
-        lse = tl.where(unused, -float("inf"), lse)
-    tl.store(
-        results.out + offset[:, None] + columns,
-        out.to(results.out.dtype.element_ty),
-        live[:, None] & (columns < HEAD_DIM_V),
-    )
-    place = tl.cast(head, tl.int64) * tokens_q + tile.first_query + query
-    tl.store(results.lse + place, lse, live)
-
-
-class Results(NamedTuple):
-    """Where results go."""
-
-    out: Any
-    lse: Any
 
 
 class Inputs(NamedTuple):
@@ -652,6 +641,7 @@ def launch_plan(
     tile_m: int,
     tile_n: int,
     light_rows: int = 0,
+    pdl: bool = False,
 ) -> None:
     """Fill `ends` and `owners` of the workspace for query tiles of `tile_m` rows.
 
@@ -661,7 +651,8 @@ def launch_plan(
     block_kv = None if call.kv_blocks is None else call.kv_block_size
     num_tiles, steps = workspace.ends.numel(), call.batch.bit_length()
     plan = (workspace, records.tables, heads, *records.sizes, num_tiles, steps, block_kv)
-    launch(_plan_kernel, 1, (*plan, tile_m, tile_n, call.top_left, light_rows), num_warps=4)
+    constants = (tile_m, tile_n, call.top_left, light_rows, pdl)
+    launch(_plan_kernel, 1, (*plan, *constants), num_warps=4)
 
 
 def launch_attn_ragged(call: RaggedCall, config: RaggedConfig) -> None:

@@ -181,6 +181,20 @@ class RaggedSm90Config(AttnFwdSm90Config):
     HEADS: int = 0
     """Query heads that share a KV head, if TMA copies tiles of their queries; 0 if consumers load
     them."""
+    OUT_TILES: bool = False
+    """Outputs of 64 rows of a sequence leave through shared memory by TMA."""
+    DYNAMIC: bool = False
+    """Programs take whole softmaxes as they get free where these are short (`order.py`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # consumers that load their queries have one tile for them
+        assert self.HEADS > 0 or (self.Q_STAGES == 1 and not self.OUT_TILES), f"{self=}"
+
+    @property
+    def barrier_room(self) -> int:
+        """As that of the forward; arrays must be larger than what the roles are handed, too."""
+        return 68
 
     @property
     def cache(self) -> CacheCopies:
@@ -189,13 +203,18 @@ class RaggedSm90Config(AttnFwdSm90Config):
 
     @property
     def tile_bytes(self) -> int:
-        """Shared memory of all tiles; outputs need none."""
+        """Shared memory of all tiles."""
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
-        return 2 * (self.tile_m * self.TILE_D + keys)
+        rows = self.Q_STAGES * self.TILE_D + (self.TILE_DV if self.OUT_TILES else 0)
+        return 2 * (self.tile_m * rows + keys)
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of the queries of a consumer: of [token, KV head, head of it, dim]."""
         return (GROUP_ROWS // self.HEADS, 1, self.HEADS, self.TILE_D)
+
+    def out_block(self) -> tuple[int, int, int, int]:
+        """Shape of a copy of the outputs of a consumer: likewise."""
+        return (GROUP_ROWS // self.HEADS, 1, self.HEADS, self.TILE_DV)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -215,6 +234,8 @@ def ragged_sm90_config(problem: RaggedProblem, top_left: bool) -> RaggedSm90Conf
         top_left,
         problem.batch_invariant,
         problem.group if copies_queries(problem) else 0,
+        problem.max_q * problem.group > GROUP_ROWS,
+        problem.tma_out,
     )
 
 
@@ -234,11 +255,17 @@ def _sm90_config(
     top_left: bool,
     whole: bool,
     heads: int,
+    prompts: bool,
+    tma_out: bool,
 ) -> RaggedSm90Config:
     tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (head_dim, head_dim_v))
     tile_n = 128
+    # as in the forward, whose two stages of keys are enough for products: those of decoding steps,
+    # which wait for memory, take all the room there is
+    buffered = prompts and heads > 0 and tma_out
+    rows = 2 * tile_d + tile_dv if buffered else tile_d
     # 2 KiB for barriers, which begin behind the tiles
-    room = SMEM_BYTES - 2048 - 2 * CONSUMERS * GROUP_ROWS * tile_d
+    room = SMEM_BYTES - 2048 - 2 * CONSUMERS * GROUP_ROWS * rows
     stages = min(4, room // (2 * tile_n * (tile_d + tile_dv)))
     copies = CacheCopies(tile_n, page_size).copies
     return RaggedSm90Config(
@@ -251,8 +278,8 @@ def _sm90_config(
         STAGES=stages,
         BLOCK_KV=tile_n,
         # the coordinates of a tile's copies stay in registers while the producer waits for a stage
-        CONSUMER_REGISTERS=208 if copies > 4 else 216 if copies > 1 else 232,
-        PRODUCER_REGISTERS=88 if copies > 4 else 72 if copies > 1 else 40,
+        CONSUMER_REGISTERS=208 if copies > 4 else 216 if copies > 1 else 224,
+        PRODUCER_REGISTERS=88 if copies > 4 else 72 if copies > 1 else 56,
         MAX_REGISTERS=168,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
@@ -260,4 +287,8 @@ def _sm90_config(
         TOP_LEFT=top_left,
         WHOLE=whole,
         HEADS=heads,
+        Q_STAGES=2 if buffered else 1,
+        OUT_TILES=buffered,
+        DYNAMIC=prompts,
+        PDL=True,
     )

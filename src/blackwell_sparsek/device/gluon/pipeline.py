@@ -72,6 +72,12 @@ def claim(counter_ptr, programs, total):
     one address, and claims of a later launch come after this launch has ended, or after `gdc_wait`.
     """
     asked_before = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    return next_claimed(counter_ptr, asked_before, programs, total)
+
+
+@gluon.jit
+def next_claimed(counter_ptr, asked_before, programs, total):
+    """The work tile of a claim that found `asked_before` in the counter; see `claim`."""
     if asked_before == total - 1:
         gl.store(counter_ptr, 0)
     return asked_before + programs

@@ -9,6 +9,7 @@ import torch
 from ...calls.attention import empty_lse, empty_out
 from ...calls.ragged import RaggedCall
 from ...masks.band import Band
+from ...ragged.order import _order_kernel
 from ...ragged.sm90 import _attn_ragged_sm90_kernel, launch_attn_ragged_sm90
 from ...ragged.triton import _attn_ragged_kernel, _plan_kernel, launch_attn_ragged
 from ...ragged.tuning import ragged_config, ragged_sm90_config
@@ -109,12 +110,15 @@ def ragged_cases() -> Iterator[CompileCase]:
 
 
 # The Hopper kernel, with the bytes that may spill: those of the producer, which keeps the
-# coordinates of eight copies while it waits for a stage. "everything" leaves out what it has no
-# code for.
+# coordinates of eight copies while it waits for a stage, and those of the consumers at D 128 with
+# every option. "everything" leaves out what it has no code for.
 RAGGED_SM90 = {
     Ragged(BRAIN, 128, 16): 128,
+    Ragged(BRAIN, 128, 64): 0,
     Ragged(BRAIN, 128, 256): 0,
+    Ragged(BRAIN, 128, 16, max_q=1): 128,
     Ragged(HALF, 128): 0,
+    Ragged(HALF, 128, 48, everything=True): 512,
     Ragged(HALF, 64, 48, everything=True): 128,
 }
 
@@ -135,3 +139,6 @@ def ragged_sm90_cases() -> Iterator[CompileCase]:
             name, _launch_sm90, asked, kernel=_attn_ragged_sm90_kernel, archs=(90,),
             expect={"wgmma.mma_async": 1}, max_spill_bytes=spills,
         )  # fmt: skip
+    for asked in (Ragged(BRAIN, 128, 16), Ragged(HALF, 64, 48, everything=True)):
+        name = asked.name(90).removesuffix("-sm_90").replace("attn_ragged", "ragged_order")
+        yield launched_case(name, _launch_sm90, asked, kernel=_order_kernel, archs=(90,))
