@@ -215,7 +215,7 @@ def test_maxima_that_rise_or_fall_with_every_key(slope):
     # exponents of the last query differ by `slope` from one tile of 128 keys to the next
     at = torch.arange(sk, device=device).view(1, 1, sk, 1) / 128
     k = (slope * at * 0.6931 / 128**0.5).expand(1, 1, sk, 128)
-    made, scales = rounded(q, k, v)
+    made, scales = rounded(q.contiguous(), k.contiguous(), v)
     data = [x.data for x in made]
     with poison.poisoned_empty():
         out, lse = bsk.attention(*data, **scales, return_lse=True, impl="sm90")

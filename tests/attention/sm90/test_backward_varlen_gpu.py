@@ -35,22 +35,25 @@ def packed_case(seed, dtype, lengths, dims, band, heads=(4, 2), **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+# narrow heads with a softcap, which have no kernel for gradients in order, and the others
+CAPPED = ((64, 64), HALF, 15.0)
+KINDS = (
+    ((128, 128), BRAIN, 0.0),
+    ((64, 64), BRAIN, 0.0),
+    ((96, 96), HALF, 0.0),
+    ((128, 64), HALF, 0.0),
+    ((128, 128), HALF, 15.0),
+    ((192, 128), BRAIN, 0.0),
+    ((256, 256), BRAIN, 0.0),
+    ((160, 160), HALF, 0.0),
+    ((64, 256), HALF, 0.0),
+    ((192, 128), HALF, 15.0),
+)
+
+
 @pytest.mark.parametrize(
-    "dims, dtype, softcap",
-    [
-        ((128, 128), BRAIN, 0.0),
-        ((64, 64), BRAIN, 0.0),
-        ((96, 96), HALF, 0.0),
-        ((128, 64), HALF, 0.0),
-        ((128, 128), HALF, 15.0),
-        ((64, 64), HALF, 15.0),
-        ((192, 128), BRAIN, 0.0),
-        ((256, 256), BRAIN, 0.0),
-        ((160, 160), HALF, 0.0),
-        ((64, 256), HALF, 0.0),
-        ((192, 128), HALF, 15.0),
-    ],
+    "dims, dtype, softcap, deterministic",
+    [(*CAPPED, False), *((*kind, ordered) for kind in KINDS for ordered in (False, True))],
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sequences(dims, dtype, softcap, seed, deterministic):

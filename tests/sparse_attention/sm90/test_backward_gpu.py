@@ -54,7 +54,6 @@ CASES = {
     "sixty-four heads": {"heads": (64, 1), "lists": 1, "lengths": (21, 300)},
     "more heads than rows": {"heads": (256, 1), "lists": 1, "lengths": (3, 300)},
     "three copies of eight heads": {"heads": (24, 1), "lists": 1, "lengths": (50, 300)},
-    "two lists of a KV head": {"heads": (16, 1), "lists": 2, "lengths": (50, 300)},
     "one list for all": {"heads": (16, 2), "lists": 1, "lengths": (150, 300)},
     "no entries": {"most": 0, "window": 40, "lengths": (100, 300)},
     "not causal": {"causal": False, "lengths": (170, 630)},
