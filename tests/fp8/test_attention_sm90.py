@@ -232,12 +232,13 @@ def test_maxima_that_rise_or_fall_with_every_key(slope):
 @pytest.mark.parametrize(
     "switches",
     [
-        {"PRODUCT_TILES": 1},
+        {},
         {"PING_PONG": True},
-        {"SLICE_DV": 64},
         {"STAGES": 2},
-        {"HALVES": False, "SLICE_DV": 64},
-        {"HALVES": False, "SLICE_DV": 64, "PING_PONG": True},
+        {"HALVES": True},
+        {"HALVES": True, "SLICE_DV": 128},
+        {"HALVES": True, "SLICE_DV": 128, "PRODUCT_TILES": 1},
+        {"HALVES": True, "SLICE_DV": 128, "PING_PONG": True},
     ],
     ids=str,
 )

@@ -81,7 +81,7 @@ CLAIMED = RaggedCase(
 SETTINGS = {
     "ranges": {"DYNAMIC": False},
     "no overlap": {"PDL": False},
-    "stores": {"STAGES": 3, "Q_STAGES": 1, "OUT_TILES": False},
+    "buffers": {"STAGES": 2, "Q_STAGES": 2, "OUT_TILES": True},
     "two tiles of queries": {"STAGES": 2, "Q_STAGES": 2, "OUT_TILES": False},
 }
 

@@ -121,7 +121,9 @@ def test_tiles_of_the_hopper_kernel_fit_into_shared_memory(dim, stages):
 
 
 @pytest.mark.parametrize("dim, stages", [(128, 2), (64, 4)])
-def test_prompts_have_buffers_of_queries_and_outputs(dim, stages):
+def test_prompts_may_have_buffers_of_queries_and_outputs(dim, stages, monkeypatch):
+    monkeypatch.setattr(tuning, "BUFFERED_PROMPTS", True)
+    tuning._sm90_config.cache_clear()
     problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim, tma_q=True, tma_out=True)
     config = ragged_sm90_config(problem, False)
     assert (config.Q_STAGES, config.OUT_TILES, config.DYNAMIC) == (2, True, True)
@@ -133,6 +135,9 @@ def test_prompts_have_buffers_of_queries_and_outputs(dim, stages):
     steps = ragged_sm90_config(replace(problem, max_q=16), False)
     assert (steps.Q_STAGES, steps.OUT_TILES, steps.DYNAMIC) == (1, False, False)
     assert (3 if dim == 128 else 4) == steps.STAGES
+    monkeypatch.undo()
+    tuning._sm90_config.cache_clear()
+    assert ragged_sm90_config(problem, False) == other
 
 
 @pytest.mark.parametrize("changes, heads", [
