@@ -28,6 +28,8 @@ class Chosen:
     """`entries` entries of `granularity` keys for each query and KV head; causal.
 
     An entry of a list stays for `kept` queries, so neighbours share 1 - 1 / kept of their lists.
+    `latent` are the columns of the keys that are the values; without it, values are tensors of
+    their own. Queries are those of the last tokens, all of them unless `queries` says how many.
     """
 
     name: str
@@ -40,14 +42,21 @@ class Chosen:
     kept: int = 10
     backward: bool = False
     dtype: torch.dtype = torch.bfloat16
+    latent: int = 0
+    queries: int = 0
 
     @property
     def title(self) -> str:
         """A name for tables."""
-        length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
+        queries = f" {_thousands(self.queries)} of" if self.queries else ""
         lists = "independent lists" if self.kept == 1 else f"{100 - 100 // self.kept} % shared"
         what = ", forward and backward" if self.backward else ""
-        return f"{self.name} S{length}, {lists}{what}"
+        return f"{self.name}{queries} S{_thousands(self.length)}, {lists}{what}"
+
+    @property
+    def first(self) -> int:
+        """Position of the first query."""
+        return self.length - (self.queries or self.length)
 
     def describe(self) -> dict[str, Any]:
         """The problem as the results record it."""
@@ -60,38 +69,50 @@ class Chosen:
             "granularity": self.granularity,
             "kept": self.kept,
             "backward": self.backward,
+            "latent": self.latent,
+            "queries": self.queries or self.length,
             "dtype": str(self.dtype).split(".")[-1],
         }
 
     def flops(self, pairs: float) -> float:
         """FLOPs for so many pairs of a query head's query and a key."""
-        return 4.0 * pairs * self.head_dim * (3.5 if self.backward else 1.0)
+        columns = self.head_dim + (self.latent or self.head_dim)
+        return 2.0 * pairs * columns * (3.5 if self.backward else 1.0)
+
+    @property
+    def dense_pairs(self) -> float:
+        """Pairs of a query head's query and a key that it sees, chosen or not."""
+        hidden = self.first * (self.first + 1)
+        return self.heads * (self.length * (self.length + 1) - hidden) / 2
 
     @property
     def dense_flops(self) -> float:
         """FLOPs of causal attention to every key."""
-        return self.flops(self.heads * self.length * (self.length + 1) / 2)
+        return self.flops(self.dense_pairs)
 
     def build(self, device: torch.device) -> "ChosenInputs":
         """Random values and lists, the same at each call."""
         generator = torch.Generator(device).manual_seed(0)
 
-        def values(heads: int) -> torch.Tensor:
-            shape = (1, heads, self.length, self.head_dim)
+        def values(heads: int, tokens: int) -> torch.Tensor:
+            shape = (1, heads, tokens, self.head_dim)
             made = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
             return made.requires_grad_(self.backward)
 
-        q, k, v = values(self.heads), values(self.kv_heads), values(self.kv_heads)
-        dout = values(self.heads).detach()
+        queries = self.length - self.first
+        q, k = values(self.heads, queries), values(self.kv_heads, self.length)
+        v = k[..., : self.latent] if self.latent else values(self.kv_heads, self.length)
+        dout = values(self.heads, queries)[..., : v.shape[-1]].detach()
         return ChosenInputs(self, q, k, v, dout, self._lists(generator, device))
 
     def _lists(self, generator: torch.Generator, device: torch.device) -> KeySelection:
         """Entries drawn from those that a query sees, its own among them."""
-        token = torch.arange(self.length, device=device)
+        token = torch.arange(self.first, self.length, device=device)
         place = torch.arange(self.entries, device=device)
         # places of a list change at different queries, so that a list never changes as a whole
         period = (token[:, None] + place) // self.kept
         first = (period * self.kept - place).clamp(min=0)
+        period = period - period.min()
         shape = (self.kv_heads, int(period.max()) + 1, self.entries)
         drawn = torch.rand(shape, generator=generator, device=device)
         at = period.expand(self.kv_heads, -1, -1)
@@ -103,6 +124,10 @@ class Chosen:
         twice[..., 1:] = ids[..., 1:] == ids[..., :-1]
         ids = ids.masked_fill(twice, -1)[None]
         return KeySelection.from_indices(ids, granularity=self.granularity, kv_len=self.length)
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 @dataclass(frozen=True)
@@ -124,7 +149,7 @@ class ChosenInputs:
     def check(self, result: Any, everything: bool = False) -> None:
         """Compare output and dq of some queries of the last head with fp64."""
         out, dq = result
-        tokens = torch.linspace(0, self.problem.length - 1, _CHECKED).long().tolist()
+        tokens = torch.linspace(0, self.q.shape[2] - 1, _CHECKED).long().tolist()
         (exact, exact_dq), (plain, plain_dq) = (
             map(torch.stack, zip(*(self._row(t, everything, dtype) for t in tokens), strict=True))
             for dtype in (torch.float64, self.q.dtype)
@@ -141,7 +166,7 @@ class ChosenInputs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and dq of one query of the last head."""
         size = self.problem.granularity
-        keys = torch.arange(token + 1, device=self.q.device)
+        keys = torch.arange(self.problem.first + token + 1, device=self.q.device)
         if not everything:
             count = int(self.chosen.counts[0, -1, token])
             keys = keys[torch.isin(keys // size, self.chosen.ids[0, -1, token, :count])]
@@ -188,17 +213,24 @@ def _dense(inputs: ChosenInputs) -> Contender:
         grouped = problem.heads != problem.kv_heads
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    pairs = problem.heads * problem.length * (problem.length + 1) / 2
-    return _contender(inputs, call, pairs, check=lambda result: inputs.check(result, True))
+    whole = problem.dense_pairs
+    return _contender(inputs, call, whole, check=lambda result: inputs.check(result, True))
+
+
+def _why_not_dense(inputs: ChosenInputs) -> str | None:
+    return "no fused kernel for latent heads" if inputs.problem.latent else None
 
 
 PEERS = {
     OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
-    SDPA: Peer(SDPA, "SDPA, every key", _dense),
+    SDPA: Peer(SDPA, "SDPA, every key", _dense, supports=_why_not_dense),
 }
 MSA = Chosen("MSA 64:4 D128, 16 blocks of 128", 64, 4, 128, 16, 128, 32768)
 NSA = Chosen("NSA 64:4 D128, 16 blocks of 64", 64, 4, 128, 16, 64, 65536)
 QSA = Chosen("QSA 24:2 D256, 512 entries of 4", 24, 2, 256, 512, 4, 32768)
+DSA = Chosen(
+    "DSA 128:1 D576/512, 2048 keys", 128, 1, 576, 2048, 1, 131072, latent=512, queries=8192
+)
 
 
 def sparse_attention_suite(tiny: bool = False) -> Iterator[Case]:
@@ -208,10 +240,16 @@ def sparse_attention_suite(tiny: bool = False) -> Iterator[Case]:
         yield _case(replace(small, granularity=4, name="4:2 D16, 3 entries of 4"))
         yield _case(replace(small, kept=1))
         yield _case(replace(small, backward=True))
+        yield _case(
+            replace(small, name="4:1 D24/16, 5 keys", kv_heads=1, head_dim=24, latent=16,
+                    entries=5, granularity=1, queries=40)
+        )  # fmt: skip
         return
     for problem in (MSA, replace(MSA, length=131072), replace(MSA, kept=1), QSA, NSA):
         yield _case(problem)
     yield _case(replace(NSA, backward=True))
+    for heads in (128, 64, 16, 8):
+        yield _case(replace(DSA, name=DSA.name.replace("128:1", f"{heads}:1"), heads=heads))
 
 
 def _case(problem: Chosen) -> Case:
