@@ -19,7 +19,8 @@ FUNCTIONS = (
     "attention/", "attention_varlen/", "scaled_dot_product_attention/", "merge_states/",
     "attention-backward/", "attention_varlen-backward/", "attention_decode/", "kv_append/",
     "page_summaries/", "topk_pages/", "matmul/", "sddmm/", "BSRLinear-backward/", "BlockMask/",
-    "masks.topk/",
+    "masks.topk/", "sparse_attention/", "sparse_attention-backward/", "fp8.attention/",
+    "select_keys/", "sparsek/",
 )  # fmt: skip
 
 

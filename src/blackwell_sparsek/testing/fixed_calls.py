@@ -24,6 +24,7 @@ from ..masks.block_mask import BlockMask
 from ..matmul.api import matmul, sddmm
 from ..nn.bsr_linear import BSRLinear
 from .bsr import operand_for, product, random_bsr
+from .fixed_calls_sparse import sparse_calls
 from .inputs import block_pattern, normal, qkv
 
 # With options from tables and draws, whose types no checker can know.
@@ -74,7 +75,7 @@ def fixed_calls(device: torch.device) -> list[FixedCall]:
     found = [
         call
         for impl in implementations(device)
-        for source in (_attention, _backward, _decode, _caches, _products, _lists)
+        for source in (_attention, _backward, _decode, _caches, _products, _lists, _sparse)
         for call in source(impl)
     ]
     names = [call.name for call in found]
@@ -89,6 +90,12 @@ def supported(call: FixedCall, device: torch.device) -> str | None:
     except Unsupported as error:
         return str(error)
     return None
+
+
+def _sparse(impl: str) -> Iterator[FixedCall]:
+    for name, make in sparse_calls(impl).items():
+        # the choice of keys looks at the sizes of what it chose from
+        yield FixedCall(name, make, captured=not name.startswith("select_keys"))
 
 
 # Attention.

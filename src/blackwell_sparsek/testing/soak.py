@@ -52,6 +52,11 @@ HOPPER_KERNELS = (
     "_attn_dkdv_kernel", "_attn_decode_kernel", "_kv_append_kernel", "_page_summaries_kernel",
     "_page_scores_kernel", "_select_pages_kernel", "_bsr_spmm_kernel", "_bsr_spmm_narrow_kernel",
     "_bsr_sddmm_kernel", "_bsr_pair_products_kernel", "_merge_states_kernel",
+    "_attn_bwd_wide_dq_sm90_kernel", "_attn_decode_latent_kernel", "_attn_ragged_sm90_kernel",
+    "_attn_ragged_kernel", "_attn_fwd_fp8_sm90_kernel", "_sparse_attn_fwd_sm90_kernel",
+    "_sparse_attn_latent_kernel", "_sparse_attn_dq_sm90_kernel", "_sparse_attn_dkdv_sm90_kernel",
+    "_sparse_attn_fwd_kernel", "_sparse_attn_dq_kernel", "_sparse_attn_dkdv_kernel",
+    "_select_keys_kernel", "_scores_kernel", "_choose_kernel", "_sparsek_kernel",
 )  # fmt: skip
 
 
