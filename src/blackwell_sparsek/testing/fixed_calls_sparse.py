@@ -111,10 +111,11 @@ def _rounded(options: dict[str, Any], impl: str, device: torch.device) -> Callab
     return lambda: fp8_attention(q, k, v, **options, return_lse=True, impl=impl)
 
 
-def _selected(heads: int, impl: str, device: torch.device) -> Callable[[], Results]:
-    q = _values(device, 1, heads, 40, 64, seed=89)
+# Scores of many heads are stored, if the lists of all queries take as much memory.
+def _selected(heads: int, queries: int, impl: str, device: torch.device) -> Callable[[], Results]:
+    q = _values(device, 1, heads, queries, 64, seed=89)
     k = _values(device, 1, 1, 600, 64, seed=90)
-    weights = normal(1, heads, 40, seed=91, device=device)
+    weights = normal(1, heads, queries, seed=91, device=device)
 
     def run() -> Results:
         options: dict[str, Any] = {"activation": "relu", "granularity": 1, "top_k": 50}
@@ -143,8 +144,8 @@ def sparse_calls(impl: str) -> dict[str, Make]:
         "attention_varlen/pages16": partial(_ragged, impl),
         "fp8.attention/causal": partial(_rounded, {"causal": True}, impl),
         "fp8.attention/window": partial(_rounded, {"causal": True, "window": 100}, impl),
-        "select_keys/heads64": partial(_selected, 64, impl),
-        "select_keys/heads4": partial(_selected, 4, impl),
+        "select_keys/heads64": partial(_selected, 64, 600, impl),
+        "select_keys/heads4": partial(_selected, 4, 40, impl),
         "sparsek/rows": partial(_sparsek, impl),
     }
     return {f"{name}/{impl}": make for name, make in found.items()}

@@ -20,7 +20,6 @@ from ...attention.sm90.backward_split import (
 from ...attention.sm90.backward_wide import _attn_bwd_wide_sm90_kernel
 from ...attention.sm90.backward_wide_queries import _attn_bwd_wide_dq_sm90_kernel
 from ...attention.sm90.config import make_forward_config
-from ...attention.sm90.config_split import MOST_OWN_COLUMNS, WideSplit, make_wide_dkdv_config
 from ...attention.sm90.dq_order import Columns, column_groups
 from ...attention.sm90.dq_order_kernel import plan_visits
 from ...attention.sm90.launch import (
@@ -37,6 +36,7 @@ from ...attention.sm90.tuning import (
     attn_bwd_dq_config,
     attn_bwd_sm90_config,
     attn_bwd_sm90_raster_group,
+    attn_bwd_wide_dkdv_config,
     attn_bwd_wide_dq_config,
     attn_fwd_sm90_raster_group,
 )
@@ -506,12 +506,9 @@ BACKWARD_SM90 = (
     BackwardSm90(256, 256, ordered=True, max_spill_bytes=448),
     BackwardSm90(192, 128, max_spill_bytes=112),
     BackwardSm90(192, 128, packed=True, max_spill_bytes=160),
-    BackwardSm90(192, 128, ordered=True, packed=True, max_spill_bytes=160),
     BackwardSm90(128, 128, packed=True, max_spill_bytes=448),
     BackwardSm90(64, 64, packed=True, max_spill_bytes=192),
-    BackwardSm90(96, 96, dtype=HALF, packed=True, max_spill_bytes=448),
     BackwardSm90(128, 128, softcap=True, packed=True, max_spill_bytes=832),
-    BackwardSm90(128, 128, ordered=True, packed=True, max_spill_bytes=448),
     BackwardSm90(64, 64, ordered=True, packed=True, max_spill_bytes=192),
     BackwardSm90(192, 128, (64, 64), ordered=True, max_spill_bytes=672),
     BackwardSm90(192, 192, dtype=HALF, max_spill_bytes=112),
@@ -598,20 +595,17 @@ def split_sm90_cases() -> Iterator[CompileCase]:
         )  # fmt: skip
 
 
-# Spills are those of a work tile, except with a softcap; the other loops have none.
+# Spills are those of a work tile; the loops have none.
 WIDE_SPLIT_SM90 = (
     BackwardSm90(256, 256, dq_spill_bytes=288),
-    BackwardSm90(256, 256, softcap=True, dtype=HALF, max_spill_bytes=64, dq_spill_bytes=2304),
-    BackwardSm90(192, 128),
+    BackwardSm90(192, 128, max_spill_bytes=96),
     BackwardSm90(192, 192, dtype=HALF),
-    BackwardSm90(128, 256),
-    BackwardSm90(256, 64),
 )
 
 
-def _launch_wide_dkdv_sm90(asked: BackwardSm90, split: WideSplit) -> None:
-    call, raster_group = asked.call(), 2
-    config = make_wide_dkdv_config(asked.head_dim, asked.head_dim_v, split)
+def _launch_wide_dkdv_sm90(asked: BackwardSm90) -> None:
+    call = asked.call()
+    config, raster_group = attn_bwd_wide_dkdv_config(call.problem), 2
     launch_attn_bwd_wide_dkdv_sm90(call, launch_attn_bwd_terms(call), raster_group, config)
 
 
@@ -626,7 +620,7 @@ def wide_split_sm90_cases() -> Iterator[CompileCase]:
     """The two kernels of the split backward for wide heads."""
     for asked in WIDE_SPLIT_SM90:
         yield launched_case(
-            f"attn_bwd_wide_keys_sm90/{asked.name}", _launch_wide_dkdv_sm90, asked, WideSplit(),
+            f"attn_bwd_wide_keys_sm90/{asked.name}", _launch_wide_dkdv_sm90, asked,
             kernel=_attn_bwd_wide_sm90_kernel, archs=(90,), expect=WGMMA,
             max_spill_bytes=asked.max_spill_bytes,
         )  # fmt: skip
@@ -635,13 +629,6 @@ def wide_split_sm90_cases() -> Iterator[CompileCase]:
             kernel=_attn_bwd_wide_dq_sm90_kernel, archs=(90,), expect=WGMMA,
             max_spill_bytes=asked.dq_spill_bytes,
         )  # fmt: skip
-        if asked.head_dim + asked.head_dim_v <= MOST_OWN_COLUMNS:
-            narrow = WideSplit(NARROW_TILES=True)
-            yield launched_case(
-                f"attn_bwd_wide_keys_sm90/{asked.name}-narrow", _launch_wide_dkdv_sm90, asked,
-                narrow, kernel=_attn_bwd_wide_sm90_kernel, archs=(90,), expect=WGMMA,
-                max_spill_bytes=96,
-            )  # fmt: skip
 
 
 def _launch_visits(blocks: int, pack: int) -> None:

@@ -64,15 +64,14 @@ def _selection(lists: int, entries: int, size: int) -> KeySelection:
 
 
 def _call(name: str, options: str = "") -> SparseAttentionCall:
-    """A call of a geometry; `options` is "", "gated" (and capped), "weighted" or "packed"."""
+    """A call of a geometry; `options` is "", "gated" (and capped) or "packed"."""
     dtype, heads, kv_heads, dim, entries, size = GEOMETRIES[name]
     chosen = _selection(kv_heads, entries, size)
     more: dict[str, Any] = {}
     by_head = (heads, kv_heads, kv_heads)
     shapes = [[1, n, TOKENS, dim] for n in by_head]
-    if options in ("gated", "weighted"):
-        more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
     if options == "gated":
+        more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
         more["sinks"] = meta(heads, dtype=torch.float32)
         more["softcap"] = 30.0
     if options == "packed":
@@ -123,7 +122,7 @@ CASES: dict[tuple[str, str], tuple[int, ...]] = {
     ("mla-blocks", ""): (89, 90),
     ("tokens", ""): (90,),
     ("float32", ""): (90,),
-    ("float32-wide", ""): (89, 90, 120),
+    ("float32-wide", ""): (89, 120),
     ("float32-tokens", ""): (90,),
 }
 
@@ -189,11 +188,7 @@ def sparse_attention_sm90_cases() -> Iterator[CompileCase]:
 LATENT_CASES = (
     ("mla", ""),
     ("mla", "gated"),
-    ("mla", "packed"),
-    ("mla-64", ""),
-    ("mla-16", ""),
     ("mla-8", ""),
-    ("mla-blocks", ""),
 )
 
 
@@ -229,15 +224,12 @@ def sparse_attention_latent_cases() -> Iterator[CompileCase]:
 SM90_BACKWARD_CASES = (
     ("msa", ""),
     ("nsa", ""),
-    ("nsa", "weighted"),
     ("nsa", "gated"),
-    ("narrow", "gated"),
 )
 # What producers and a consumer keep besides their loops; with a cap also what the loop of dk and dv
 # needs of capped scores, and with gates a little of dq's.
 SM90_BACKWARD_SPILLS = {
     ("dkdv", ""): 288,
-    ("dkdv", "weighted"): 288,
     ("dkdv", "gated"): 1024,
     ("dq", "gated"): 160,
 }
