@@ -47,7 +47,7 @@ def write_dist(folder, *, more=(), told=None, padding=0, lacks=()):
     ("fault", "told"),
     [
         ({"more": ["tests/a.py"]}, "outside of the package: tests/a.py"),
-        ({"padding": 2**21}, "at most 1170000 are expected"),
+        ({"padding": 2**21}, f"at most {check_dist.LARGEST_WHEEL} are expected"),
         ({"lacks": ["blackwell_sparsek/py.typed"]}, "lacks blackwell_sparsek/py.typed"),
         ({"lacks": ["CHANGELOG.md"]}, "lacks CHANGELOG.md"),
         ({"told": metadata(Author=None)}, "METADATA has no Author"),

@@ -225,6 +225,7 @@ SM90_BACKWARD_CASES = (
     ("msa", ""),
     ("nsa", ""),
     ("nsa", "gated"),
+    ("narrow", "gated"),
 )
 # What producers and a consumer keep besides their loops; with a cap also what the loop of dk and dv
 # needs of capped scores, and with gates a little of dq's.
