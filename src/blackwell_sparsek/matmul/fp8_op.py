@@ -41,7 +41,6 @@ fp8_matmul_dispatch.register(
     "sm90",
     why_not_fp8_sm90,
     f"{_PACKAGE}.sm90.fp8_launch:matmul",
-    auto_passes=not_run_yet,
 )
 fp8_matmul_dispatch.register(
     "triton",
