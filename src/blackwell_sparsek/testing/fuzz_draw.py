@@ -31,9 +31,11 @@ class Draw:
     """
 
     def __init__(self, kind: str, seed: int, device: torch.device):
-        self.kind, self.seed, self.device = kind, seed, device
-        self.form = random.Random(f"{kind} {seed % STRUCTURES}")
-        self.rng = random.Random(f"{kind} {seed}")
+        self.kind: str = kind
+        self.seed: int = seed
+        self.device: torch.device = device
+        self.form: random.Random = random.Random(f"{kind} {seed % STRUCTURES}")
+        self.rng: random.Random = random.Random(f"{kind} {seed}")
         self.notes: dict[str, Any] = {}
         self.refused: list[str] = []
         self._tensors = 0

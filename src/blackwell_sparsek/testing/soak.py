@@ -64,8 +64,9 @@ class Checked:
     """One call and its expected results; `differs` counts runs with a wrong result."""
 
     def __init__(self, call: FixedCall, device: torch.device):
-        self.call, self.device = call, device
-        self.expected = tuple(x.detach().clone() for x in call.make(device)())
+        self.call: FixedCall = call
+        self.device: torch.device = device
+        self.expected: Results = tuple(x.detach().clone() for x in call.make(device)())
         self.bounds: dict[int, tuple[torch.Tensor, float]] = {}
         if call.varying:
             assert call.exact is not None
@@ -144,12 +145,15 @@ class Soak:
         graphs: bool,
         say: Callable[[Report], None] = lambda report: None,
     ):
-        self.checked, self.threads, self.graphs, self.say = checked, threads, graphs, say
-        self.device = checked[0].device
-        self.on_gpu = self.device.type == "cuda"
-        self.report = Report()
-        self.stop = threading.Event()
-        self.workers = [self._worker(i) for i in range(threads)]
+        self.checked: Sequence[Checked] = checked
+        self.threads: int = threads
+        self.graphs: bool = graphs
+        self.say: Callable[[Report], None] = say
+        self.device: torch.device = checked[0].device
+        self.on_gpu: bool = self.device.type == "cuda"
+        self.report: Report = Report()
+        self.stop: threading.Event = threading.Event()
+        self.workers: list[_Worker] = [self._worker(i) for i in range(threads)]
 
     def _worker(self, index: int) -> "_Worker":
         if self.graphs and index == self.threads - 1:

@@ -57,7 +57,7 @@ RUNNING_QUERIES = 4096
 LONG_SPLIT = 4096
 # TFLOP/s of a fully occupied H200, by (widest head dim, consumers): with one program on each SM,
 # and with two if they fit. A lone warp group stalls during its own softmax.
-PACE = {
+PACE: dict[tuple[int, int], tuple[float, ...]] = {
     (64, 1): (280.0, 400.0),
     (64, 2): (430.0,),
     (64, 3): (515.0,),

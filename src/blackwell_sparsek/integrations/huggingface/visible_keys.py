@@ -54,8 +54,8 @@ class VisibleKeys:
         Added to the scores.
     """
 
-    ndim = 4
-    dtype = torch.bool
+    ndim: int = 4
+    dtype: torch.dtype = torch.bool
 
     def __init__(
         self,

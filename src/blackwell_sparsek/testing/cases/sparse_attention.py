@@ -234,7 +234,10 @@ SM90_BACKWARD_SPILLS = {
     ("dkdv", "gated"): 1024,
     ("dq", "gated"): 160,
 }
-SM90_KERNELS = {"dq": _sparse_attn_dq_sm90_kernel, "dkdv": _sparse_attn_dkdv_sm90_kernel}
+SM90_KERNELS: dict[str, Any] = {
+    "dq": _sparse_attn_dq_sm90_kernel,
+    "dkdv": _sparse_attn_dkdv_sm90_kernel,
+}
 
 
 @compile_cases
