@@ -191,8 +191,82 @@ def attention_with_cache(q, k_cache, v_cache, cache_seqlens, page_table, causal)
     return _token_major(q, k_cache, v_cache, seen)
 
 
+def _chosen(q, k, v, seen, scale):
+    """Token-major `[T, H, D]` over `[S, Hkv, D]`; `seen` `[Hkv, T, S]`."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v, seen = (x.repeat_interleave(group, 0) for x in (k, v, seen))
+    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(0, 1)
+
+
+def _listed(ids, size, keys):
+    """Keys `[..., keys]` of entries `[..., K]`, -1 after the last."""
+    keep = torch.zeros(*ids.shape[:-1], -(-keys // size) + 1, dtype=torch.bool)
+    keep.scatter_(-1, torch.where(ids < 0, keep.shape[-1] - 1, ids).long(), True)
+    return keep[..., :-1].repeat_interleave(size, -1)[..., :keys]
+
+
+def msa_attention(q, cache, ids, table, ends, lengths, before, longest, kv_heads, scale, output):
+    assert ends.tolist() == [0, longest] and q.shape[0] == longest
+    keys, position = int(lengths), int(before) + torch.arange(longest)
+    # as many entries are read as a query sees blocks, up to all: lists have no gaps
+    read = torch.minimum(position // 128 + 1, torch.tensor(ids.shape[-1]))
+    assert (ids >= 0).sum(-1).eq(read).all()
+    pages = cache[table[0].long()].transpose(1, 2).flatten(0, 1)[:keys]
+    k, v = pages.chunk(2, -1)
+    seen = _listed(ids, 128, keys) & (torch.arange(keys) <= position[:, None])
+    output.copy_(_chosen(q, k, v, seen, scale))
+
+
+def qsa_attention(q, k, v, lists, table, request, prefill, out, *, output_gate):
+    assert not request.any() and prefill and (output_gate > 100).all()
+    ids, count = lists[:, :-1], lists[:, -1]
+    assert count.eq(ids.shape[1]).all()
+    k, v = (x[table[0].long()].flatten(0, 1) for x in (k, v))
+    seen = _listed(ids, 1, k.shape[0]).expand(k.shape[1], -1, -1)
+    out.copy_(_chosen(q, k, v, seen, q.shape[-1] ** -0.5))
+
+
+class NSA:
+    @staticmethod
+    def apply(q, k, v, ids, counts, size, scale, cu_seqlens):
+        assert cu_seqlens is None
+        place = torch.arange(ids.shape[-1])
+        ids = ids.masked_fill(place >= counts[..., None], -1)[0].transpose(0, 1)
+        tokens = torch.arange(k.shape[1])
+        seen = _listed(ids, size, len(tokens)) & (tokens <= tokens[:, None])
+        return _chosen(q[0], k[0], v[0], seen, scale)[None]
+
+
+def latent_decoding(q, pages, table, lengths, values, plan, splits, softmax_scale, causal):
+    assert (plan, splits, causal) == ("plan", "splits", True)
+    rows = []
+    for one, row, length in zip(q, table, lengths.tolist(), strict=True):
+        keys = pages[row.long()].flatten(0, 1)[:length]
+        seen = torch.ones(1, 1, length, dtype=torch.bool)
+        rows.append(_chosen(one, keys, keys[..., :values], seen, softmax_scale))
+    return torch.stack(rows), None
+
+
+def latent_prefill(q, keys, ids, scale, values):
+    assert q.shape[1] % 64 == 0
+    seen = _listed(ids.transpose(0, 1), 1, keys.shape[0])
+    return _chosen(q, keys, keys[..., :values], seen, scale), None, None
+
+
 MODULES = {
     "flash_attn": {"flash_attn_func": flash_attention},
+    "vllm": {},
+    "vllm.models.minimax_m3.common.ops.sparse_attn": {"minimax_m3_sparse_attn": msa_attention},
+    "vllm.models.qwen4_exp.nvidia.ops.qsa": {"qsa_sparse_paged_attention": qsa_attention},
+    "fla": {},
+    "fla.ops.nsa.parallel": {"ParallelNSAFunction": NSA},
+    "flash_mla": {
+        "get_mla_metadata": lambda lengths, rows, heads: ("plan", "splits"),
+        "flash_mla_with_kvcache": latent_decoding,
+        "flash_mla_sparse_fwd": latent_prefill,
+    },
     "flash_attn.cute": {
         "flash_attn_func": flash_attention_4,
         "flash_attn_varlen_func": varlen_attention,

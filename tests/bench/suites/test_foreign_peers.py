@@ -15,8 +15,12 @@ from blackwell_sparsek.bench.suites import attention_peers as importing
 from blackwell_sparsek.bench.suites.attention import BUILDERS
 from blackwell_sparsek.bench.suites.attention_peers import FORWARD, blocks_of
 from blackwell_sparsek.bench.suites.attention_problem import Attention
+from blackwell_sparsek.bench.suites.chosen_peers import CHOSEN_PEERS
 from blackwell_sparsek.bench.suites.decode import DECODE, Decode
 from blackwell_sparsek.bench.suites.gradients import BACKWARD
+from blackwell_sparsek.bench.suites.mla import PEERS as MLA
+from blackwell_sparsek.bench.suites.mla import Latent
+from blackwell_sparsek.bench.suites.sparse_attention import Chosen
 from blackwell_sparsek.bench.suites.varlen import VARLEN, Varlen
 
 from ..stand_ins import MODULES, attention_with_cache, flash_attention, varlen_attention
@@ -149,6 +153,32 @@ def test_decoding(name, page_size, shortest):
     problem = Decode(3, 50, 4, 2, 16, page_size, F32, shortest=shortest)
     contender = _checked(DECODE[name], problem.build(CPU))
     assert contender.moved_bytes == problem.cache_bytes
+
+
+CHOSEN = [
+    ("vllm_msa", Chosen("", 4, 2, 16, 3, 128, 640, dtype=torch.bfloat16)),
+    ("vllm_qsa", Chosen("", 4, 2, 16, 8, 4, 192, dtype=torch.bfloat16)),
+    ("fla_nsa", Chosen("", 32, 2, 16, 3, 32, 160, dtype=F32)),
+    ("fla_nsa", Chosen("", 32, 2, 16, 3, 32, 160, dtype=F32, backward=True)),
+    ("flash_mla", Chosen("", 16, 1, 576, 8, 1, 96, dtype=F32, latent=512, queries=40)),
+]
+
+
+@pytest.mark.parametrize(("name", "problem"), CHOSEN, ids=[name for name, _ in CHOSEN])
+def test_chosen_keys(name, problem):
+    inputs = problem.build(CPU)
+    for other, peer in CHOSEN_PEERS.items():
+        assert (peer.supports(inputs) is None) == (other == name)
+    contender = _checked(CHOSEN_PEERS[name], inputs)
+    assert contender.flops == problem.flops(inputs.pairs())
+    out, dq = contender.run()
+    with pytest.raises(AssertionError):
+        contender.check((out.roll(1, 2), dq))
+
+
+def test_latent_caches():
+    inputs = Latent(3, 150, 16, 64, F32).build(CPU)
+    _checked(MLA["flash_mla"], inputs)
 
 
 def test_planning_is_timed():

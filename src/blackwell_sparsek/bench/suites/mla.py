@@ -13,12 +13,13 @@ import torch
 from ... import attention_decode, explain
 from ...testing.tolerance import assert_within_budget
 from ..case import EAGER, GRAPH, Case, Contender, Peer, Suite
-from .attention_peers import OURS, load, needs
+from .attention_peers import OURS
+from .flash_mla import FLASH_MLA, LatentDecoding, flash_mla_available
 
 KEYS, VALUES = 576, 512
 # Keys of DeepSeek-V3 before their weights are absorbed have 128 + 64 columns.
 SCALE = 1 / math.sqrt(192)
-PLAIN, FLASH_MLA = "torch", "flash_mla"
+PLAIN = "torch"
 _CHECKED = 8
 
 
@@ -139,21 +140,10 @@ def _plain(inputs: LatentInputs) -> Contender:
 
 
 def _flash_mla(inputs: LatentInputs) -> Contender:
-    metadata = load(FLASH_MLA, "get_mla_metadata")
-    attend = load(FLASH_MLA, "flash_mla_with_kvcache")
+    assert inputs.table is not None
+    attend = LatentDecoding(inputs.lengths, inputs.table, VALUES, SCALE)
     q = inputs.q.transpose(1, 2)
-    planned = metadata(inputs.lengths, inputs.problem.heads, 1)
-
-    def run() -> torch.Tensor:
-        out, _ = attend(
-            *(q, inputs.cache, inputs.table, inputs.lengths, VALUES, *planned),
-            softmax_scale=SCALE,
-            causal=True,
-        )
-        made: torch.Tensor = out.transpose(1, 2)
-        return made
-
-    return _contender(inputs, run)
+    return _contender(inputs, lambda: attend(q, inputs.cache).transpose(1, 2))
 
 
 def _is_contiguous(inputs: LatentInputs) -> str | None:
@@ -175,7 +165,7 @@ PEERS = {
             FLASH_MLA,
             "FlashMLA",
             _flash_mla,
-            needs(FLASH_MLA, "flash_mla_with_kvcache"),
+            flash_mla_available,
             _has_pages_of_64,
             True,
         ),

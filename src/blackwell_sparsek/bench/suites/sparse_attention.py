@@ -17,6 +17,7 @@ from ...testing.tolerance import assert_within_budget
 from ..case import Case, Contender, Peer, Suite
 from .attention import dtype_of
 from .attention_peers import OURS
+from .chosen_peers import CHOSEN_PEERS
 
 SDPA = "sdpa"
 # Queries whose results are compared with fp64.
@@ -106,7 +107,7 @@ class Chosen:
         return ChosenInputs(self, q, k, v, dout, self._lists(generator, device))
 
     def _lists(self, generator: torch.Generator, device: torch.device) -> KeySelection:
-        """Entries drawn from those that a query sees, its own among them."""
+        """As many entries as a query can have, drawn from those it sees, its own among them."""
         token = torch.arange(self.first, self.length, device=device)
         place = torch.arange(self.entries, device=device)
         # places of a list change at different queries, so that a list never changes as a whole
@@ -122,8 +123,24 @@ class Chosen:
         ids = ids.sort(-1).values
         twice = torch.zeros_like(ids, dtype=torch.bool)
         twice[..., 1:] = ids[..., 1:] == ids[..., :-1]
-        ids = ids.masked_fill(twice, -1)[None]
+        ids = _fill(ids.masked_fill(twice, -1), token[:, None] // self.granularity + 1)[None]
         return KeySelection.from_indices(ids, granularity=self.granularity, kv_len=self.length)
+
+
+def _fill(ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Replace -1 in lists [Hkv, T, K] by the lowest entries that a list does not have.
+
+    Some peers take it for granted that a query which sees K entries has K.
+    """
+    width, none = 2 * ids.shape[-1], torch.iinfo(ids.dtype).max
+    low = torch.arange(width, device=ids.device)
+    place = ids.where((ids >= 0) & (ids < width), width)
+    has = torch.zeros(*ids.shape[:-1], width + 1, dtype=torch.bool, device=ids.device)
+    free = ~has.scatter_(-1, place, True)[..., :width] & (low < visible)
+    missing = (ids < 0).sum(-1, keepdim=True)
+    more = low.where(free & (free.cumsum(-1) <= missing), none)
+    filled = torch.cat([ids.where(ids >= 0, none), more], -1).sort(-1).values
+    return filled[..., : ids.shape[-1]].masked_fill(filled[..., : ids.shape[-1]] == none, -1)
 
 
 def _thousands(tokens: int) -> str:
@@ -224,6 +241,7 @@ def _why_not_dense(inputs: ChosenInputs) -> str | None:
 PEERS = {
     OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
     SDPA: Peer(SDPA, "SDPA, every key", _dense, supports=_why_not_dense),
+    **CHOSEN_PEERS,
 }
 MSA = Chosen("MSA 64:4 D128, 16 blocks of 128", 64, 4, 128, 16, 128, 32768)
 NSA = Chosen("NSA 64:4 D128, 16 blocks of 64", 64, 4, 128, 16, 64, 65536)
