@@ -121,7 +121,7 @@ def attention_decode(
     ----------
     q : fp16, bf16 or fp32 `[B, Hq, Sq, D]`
         Any strides with a contiguous last dimension, as for all tensors here. D and Dv from 1 to
-        256. fp64 runs on `eager` and `reference` only.
+        576. fp64 runs on `eager` and `reference` only.
     k_cache : `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with `page_table`
         dtype of q, or float8_e4m3fn. Slots past the lengths are not read.
     v_cache : as k_cache, with Dv in place of D
@@ -163,8 +163,8 @@ def attention_decode(
 
     Notes
     -----
-    A length, page or block that is out of range never leads to a read. `triton` cannot raise from
-    the device, so it sets the outputs and lse that depend on it to NaN. `eager` and `reference`,
+    A length, page or block that is out of range never leads to a read. Kernels cannot raise from
+    the device, so they set the outputs and lse that depend on it to NaN. `eager` and `reference`,
     which wait for the device anyway, raise `InvalidInput`, and so does `check_decode_inputs`.
 
     Examples

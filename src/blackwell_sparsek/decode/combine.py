@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Combine the parts of softmaxes that many programs share, in a launch of its own.
+"""Combine the parts of softmaxes that many programs share, in a separate launch.
 
 The last program of a softmax could combine its parts (`device/partials.py`), but many parts of many
 rows keep it busy for long while all others are idle: 66 parts of 64 rows and 512 columns are 9 MB,
-which one SM reads in 80 us. Here every row has a program.
+which one SM reads in 80 us. Here every row has its own program.
 
-The kernel before has written, for each softmax, a record of who computed its parts.
+The previous kernel has written, for each softmax, a record of which programs computed its parts.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from .triton import (
     write_rows,
 )
 
-# Programs on all SMs from which on a program takes several rows.
+# Number of programs from which each takes several rows.
 MANY_PROGRAMS = 8 * 132
 # Warps that run at once on all SMs of an H200, with the registers that sixteen parts take.
 MANY_WARPS = 16 * 132
@@ -37,7 +37,7 @@ MOST_GROUPS = 8
 
 
 class SoftmaxRecord(NamedTuple):
-    """Who computed the parts of a softmax, and what it belongs to. All int32."""
+    """Which programs computed the parts of a softmax, and what it belongs to. All int32."""
 
     first_program: Any
     parts: Any
@@ -57,7 +57,7 @@ class CombinedScoring(NamedTuple):
 
 
 class ValueScaleStride(NamedTuple):
-    """From head to head of the scales of values; 0 where one number is for all."""
+    """Stride between heads of the scales of values; 0 if all heads share one."""
 
     v: Any
 
@@ -87,7 +87,7 @@ def _attn_decode_combine_kernel(
     NUM_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each slice of TILE_DV columns, whose parts lie apart, chunk and softmax."""
+    """A program for each chunk of a softmax and slice of TILE_DV columns, stored separately."""
     if PDL:
         gdc_wait()
     piece = tl.program_id(0) % SLICES
@@ -104,7 +104,7 @@ def _attn_decode_combine_kernel(
     kv_head = head_tile // q_tiles
     first_row = (head_tile - kv_head * q_tiles) * TILE_M
     tile_rows = tl.minimum(num_rows - first_row, TILE_M)
-    # what one program computed alone, it has written
+    # a softmax of one part has been written by its program
     if (parts > 1) & (row < tile_rows):
         column = piece * TILE_DV
         slots = tl.cast(2 * programs, tl.int64) * TILE_M
@@ -147,11 +147,11 @@ def launch_attn_decode_combine(
     *,
     pdl: bool = True,
 ) -> None:
-    """Write the rows of `out` and `lse` that several of the `programs` before have computed.
+    """Write the rows of `out` and `lse` that several of the previous `programs` have computed.
 
     Parameters
     ----------
-    out, lse : those of the launch before
+    out, lse : those of the previous launch
     call : its call
     workspace : records [softmaxes, RECORD_FIELDS], and parts: for each slice of columns,
         accumulators [2 * programs, rows, columns] and states [2 * programs, 2, rows]

@@ -86,7 +86,7 @@ def attn_decode_config(problem: "DecodeProblem", precision: str) -> DecodeConfig
     dim = max(problem.head_dim, problem.head_dim_v)
     sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
     itemsize = problem.cache_dtype.itemsize
-    # rows across have no code for slopes
+    # products with keys as rows have no code for slopes
     if (
         problem.arch.sm == 90
         and itemsize < 4
@@ -128,17 +128,17 @@ def _hopper_config(sms: int, itemsize: int, kv_heads: int) -> DecodeConfig:
     """Keys as rows of the products: `wgmma` takes 64 of them, from shared memory if 16-bit.
 
     H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k):
-      bf16, rows down, 3 stages, 2 programs on an SM: 8.3 / 17.1 / 132.6 / 134.2 / 250.2
-      rows across, 3 stages, 2 programs:              8.1 / 16.8 / 130.5 / 132.8 / 248.4
-      the same, 256 programs instead of 264:          7.7 / 16.5 / 129.8 / 130.1
-      rows across, 2 stages, 3 programs:              8.2 / 19.4 / 131.3 / 133.7 / 251.9
-      rows across, 6 stages, 1 program:               7.8 / 18.4 / 132.4 / 138.0 / 252.6
-      rows across, 128 keys, 2 stages, 1 program:     8.3 / 18.8 / 150.5 / 150.8 / 290.8
+      bf16, queries as rows, 3 stages, 2 programs per SM: 8.3 / 17.1 / 132.6 / 134.2 / 250.2
+      keys as rows, 3 stages, 2 programs:                 8.1 / 16.8 / 130.5 / 132.8 / 248.4
+      the same, 256 programs instead of 264:              7.7 / 16.5 / 129.8 / 130.1
+      keys as rows, 2 stages, 3 programs:                 8.2 / 19.4 / 131.3 / 133.7 / 251.9
+      keys as rows, 6 stages, 1 program:                  7.8 / 18.4 / 132.4 / 138.0 / 252.6
+      keys as rows, 128 keys, 2 stages, 1 program:        8.3 / 18.8 / 150.5 / 150.8 / 290.8
     and in fp8, with 8 KV heads:
-      rows down, 3 stages, 2 programs:                8.3 / 15.8 / 117.0 /       / 224.7
-      rows across, words, 3 stages, 2 programs:       7.8 / 14.1 /  85.9 /  87.6 / 160.9
-      rows across, words, 4 stages, 3 programs:       7.9 / 17.7 /  79.4 /  82.9 / 144.7
-      rows across, words, 3 stages, 4 programs:       8.0 / 17.8 /  80.4 /  86.7 / 142.9
+      queries as rows, 3 stages, 2 programs:              8.3 / 15.8 / 117.0 /       / 224.7
+      keys as rows, words, 3 stages, 2 programs:          7.8 / 14.1 /  85.9 /  87.6 / 160.9
+      keys as rows, words, 4 stages, 3 programs:          7.9 / 17.7 /  79.4 /  82.9 / 144.7
+      keys as rows, words, 3 stages, 4 programs:          8.0 / 17.8 /  80.4 /  86.7 / 142.9
     A third program on an SM cuts each softmax into more splits. If there are few softmaxes
     (`kv_heads` over the whole batch), combining the splits takes longer than the program saves,
     unless sequences are very long.

@@ -8,14 +8,15 @@ warp group computes with keys as the rows of its products,
 
     s^T = K Q^T [TILE_N, ROWS]      o^T = V^T P^T [Dv, ROWS]
 
-so that few queries cost few instructions. K and V are read from where TMA put them, fp8 ones after
-they have become fp16 in registers; Q and P are small and written to shared memory by the consumer.
+so that few queries cost few instructions. K and V are operands in shared memory, where TMA put
+them; fp8 ones are first converted to fp16 in registers. Q and P are small, and the consumer writes
+them to shared memory.
 
 Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches.
 Limits: queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV
 head), D and Dv 64 or 128, pages and listed blocks of a multiple of 16 tokens, strides and addresses
-that TMA takes, and those of `triton.py`. Slots past the lengths are copied and not looked at; a
-page out of range is not read.
+that TMA accepts, and those of `triton.py`. Slots past the lengths are copied but ignored; a page
+out of range is not read.
 """
 
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ class DecodeSm90Strides(NamedTuple):
 
 
 class ConsumerState(NamedTuple):
-    """What only the consumer needs: queries, results, and shared memory of its own."""
+    """What only the consumer needs: queries, results, and its shared memory."""
 
     results: Any
     q_ptr: Any
@@ -121,7 +122,7 @@ class QueryTile(NamedTuple):
 
 @gluon.jit
 def places_of_rows(rows, num_rows, kv_head, group, q_len, strides):
-    """`triton._row_places`, without divisions where there is one query."""
+    """`triton._row_places`, without divisions if there is one query."""
     rows = gl.minimum(rows, num_rows - 1)
     token = rows - rows
     in_group = rows
@@ -134,7 +135,7 @@ def places_of_rows(rows, num_rows, kv_head, group, q_len, strides):
 
 @gluon.jit
 def read_queries(consume, shared, sequence, head_tile, q_tiles, CFG: gl.constexpr):
-    """The `QueryTile` of a head tile. Without a sequence, -1, nothing is read."""
+    """The `QueryTile` of a head tile. Nothing is read if the sequence is -1."""
     q_len = shared.keys.q_len
     heads = shared.heads
     strides = consume.strides.q
@@ -162,8 +163,8 @@ def read_queries(consume, shared, sequence, head_tile, q_tiles, CFG: gl.constexp
 
 @gluon.jit
 def put_queries(q_smem, q, k_scale, score, CFG: gl.constexpr):
-    """Queries into shared memory; returns the factor of their scores, and that before a softcap."""
-    # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
+    """Store queries to shared memory; return their score factor, and the one inside a softcap."""
+    # with a softcap the softmax factor is the cap, and the scale of keys applies inside it
     factor = score.scale_log2
     if score.inverse_cap is None:
         factor = factor * k_scale
@@ -182,7 +183,7 @@ def put_queries(q_smem, q, k_scale, score, CFG: gl.constexpr):
 def mask_scores(s, kv_pos, first_row, length, keys, group):
     """Scores [rows, keys], -inf where a query does not see a key."""
     row = first_row + rows_of(s)
-    # rows past the last query see what some position sees; they are never stored
+    # rows past the last query are masked like some existing position; they are never stored
     token = row - row
     if keys.q_len > 1:
         token = row // group
@@ -194,7 +195,7 @@ def mask_scores(s, kv_pos, first_row, length, keys, group):
 
 @gluon.jit
 def write_rows(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
-    """End the softmax of packed rows and store outputs and lse; not from `end_row` on."""
+    """Finalise packed rows and store outputs and lse, but not from `end_row` on."""
     heads = shared.heads
     strides = consume.strides.out
     score = consume.score
@@ -237,7 +238,7 @@ def combine_parts(
 
 @gluon.jit
 def write_record(consume, split, begins, ends, head_tiles, program):
-    """Tell `combine.py` who has the parts of a softmax, if `program` begins it."""
+    """Record which programs hold the parts of a softmax, if `program` begins it."""
     if program == begins:
         parts = ends - begins + 1
         softmax = split.sequence * head_tiles + split.head_tile
@@ -287,7 +288,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         if not CFG.SINGLE:
             queries = read_queries(consume, shared, split.sequence, split.head_tile, q_tiles, CFG)
         factor, inside = put_queries(consume.q_smem, queries.q, queries.k_scale, score, CFG)
-        # divisions, while the keys are on their way
+        # divisions, while the keys are being copied
         begins = split.origin + split.softmax_start // split.range_tiles
         ends = split.origin + (split.softmax_start + split.count - 1) // split.range_tiles
         if CFG.COMBINED:
@@ -410,7 +411,7 @@ def _attn_decode_sm90_kernel(
 ):
     """Set up the ring and the roles; `produce_tiles` and `_consume` do the work.
 
-    `num_splits` is the number of programs for each softmax, 0 if there are more softmaxes.
+    `num_splits` is the number of programs per softmax, 0 if there are more softmaxes than programs.
     """
     first_length = batch
     if CFG.SINGLE:
@@ -434,7 +435,7 @@ def _attn_decode_sm90_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
-    # keys and values share a barrier, since each costs a launch 60 cycles
+    # keys and values share a barrier, since each barrier costs a launch 60 cycles
     ring = KVRing(k_smem, v_smem, barriers(stages, 1), barriers(stages, 1))
     splits = work_channel(SPLIT_FIELDS, 1)
     fence_async_shared()
@@ -449,7 +450,7 @@ def _attn_decode_sm90_kernel(
     )
     notes = StageNotes(positions, flags)
     shared = SharedState(ring, notes, splits, keys, first_length, heads)
-    # the first role runs in the warps of the launch, the other in a warp of its own
+    # the first role runs in the warps of the launch, the other in an additional warp
     gl.warp_specialize(
         [(_consume, (consume, shared, CFG)), (produce_tiles, (produce, shared, CFG))],
         [1],
@@ -476,7 +477,7 @@ def launch_attn_decode_sm90(
     ----------
     out : [B, Hq, Sq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq], contiguous
-    call : validated; caches with strides and addresses that TMA takes and at least one slot
+    call : validated; caches with strides and addresses that TMA accepts and at least one slot
     config : tiles; SINGLE for a batch of one
     programs : how many programs split the tiles of all sequences and heads
     """
@@ -507,7 +508,7 @@ def launch_attn_decode_sm90(
 
 
 def records_of_softmaxes(call: DecodeCall, config: Any) -> torch.Tensor | None:
-    """Room for the records that `combine.py` reads, if a launch of its own combines parts."""
+    """Room for the records that `combine.py` reads, if a separate launch combines parts."""
     if not config.COMBINED:
         return None
     batch, heads_q, q_len, _ = call.q.shape

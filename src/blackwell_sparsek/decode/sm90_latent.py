@@ -2,18 +2,19 @@
 """Decoding over a latent cache on Hopper (MLA with absorbed weights): values are part of the keys.
 
 q [B, Hq, Sq, 576], one cache [B, 1, S, 576] or pages of it, whose first 512 columns are also the
-values; out [B, Hq, Sq, 512]. What a program takes, how splits are combined and who copies tiles is
-as in `sm90.py`; only the arithmetic differs. 64 rows of queries meet tiles of 64 keys, so
+values; out [B, Hq, Sq, 512]. The division of work, the combination of splits and the producer are
+those of `sm90.py`; only the arithmetic differs. Tiles are 64 query rows by 64 keys:
 
     S = Q K^T [64 rows, 64 keys]      O = P V [64 rows, 512]
 
 Accumulators of 512 columns are too many for one warp group: each of two consumers has half of them.
-A tile of keys lies in shared memory once, for both products. The consumers take turns: one computes
-the scores of even tiles and the other those of odd ones, and hands weights and row states to both
-through shared memory. The scores of an odd tile run beside the weights of the even one before it.
+A tile of keys is in shared memory once, for both products. The consumers alternate: one computes
+the scores of even tiles and the other those of odd tiles, and each passes its weights and row
+states to both through shared memory. The scores of an odd tile overlap the softmax of the even tile
+before it.
 
-The columns of the two consumers are released and copied separately, so that half of a tile is on
-its way while the other half is still multiplied. The producer copies by address, see
+The columns of the two consumers are released and copied separately, so that half of a tile is being
+copied while the other half is still in use. The producer copies to computed addresses, see
 `sm90_producer.py`.
 
 With PAIRED, two programs form a cluster: they take two head tiles of the same keys, and each copies
@@ -81,7 +82,7 @@ MAX_REGISTERS = 168
 
 
 class LatentQueries(NamedTuple):
-    """Queries in shared memory: the columns that meet values, and the rest."""
+    """Queries in shared memory: the columns that multiply value columns, and the rest."""
 
     front: Any
     rest: Any
@@ -129,7 +130,7 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
     program = gl.program_id(0)
     if CFG.PAIRED:
         cluster_barrier()
-        # parts of the second head tiles of pairs come behind those of the first ones
+        # parts of the second head tiles of pairs are stored after those of the first ones
         program = program // 2 + cluster_rank() * (programs // 2)
     # each consumer combines its columns by itself
     partials = consume.workspace.partials + (2 * programs).to(gl.int64) * (
@@ -147,7 +148,7 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
     number = 0
     split = Split(*take(shared.splits, number))
     while split.sequence >= 0:
-        # all scores of the split before are done: both consumers have had their weights
+        # all scores of the previous split are done: both consumers have received its weights
         part = q_smem.front.index(0).slice(first_col, half, dim=1)
         place = (split.sequence, split.head_tile, q_tiles)
         factor = _put_queries(consume, shared, part, *place, first_col, CFG)
@@ -199,14 +200,14 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
 
 @gluon.jit
 def _idle_warps():
-    """What warps without work do: a cluster barrier waits for all threads of the cluster."""
+    """The role of unused warps: a cluster barrier waits for all threads of the cluster."""
     cluster_barrier()
     cluster_exit_barrier()
 
 
 @gluon.jit
 def _latent_ring(cache_desc, CFG: gl.constexpr):
-    """The `KVRing`, with all barriers in one array, whose place CFG knows."""
+    """The `KVRing`, with all barriers in one array, whose address CFG computes."""
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     values: gl.constexpr = CFG.TILE_DV
@@ -292,7 +293,7 @@ def _attn_decode_latent_kernel(
     splits = work_channel(SPLIT_FIELDS, 2)
     fence_async_shared()
     keys = VisitedKeys(seqlens_ptr, batch, q_len, capacity, left, right, num_blocks)
-    # copies by address find the descriptor by the name of the parameter
+    # copies to computed addresses refer to the descriptor by the name of the parameter
     produce = ProducerState(
         None, None, page_table_ptr, list_ptr, num_pages, page_row_stride, list_batch_stride,
         list_head_stride, num_splits,

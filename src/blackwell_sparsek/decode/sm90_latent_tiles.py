@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """The arithmetic of decoding over a latent cache on Hopper: scores, weights, and sums of values.
 
-Two consumers go through the tiles of a split in pairs. Each has the scores of every other tile and
-sums half of the columns of the values, so they hand weights and row states to each other. How they
-do that is what `multiply_in_turns` and `multiply_own_first` differ in; `sm90_latent.py` calls them.
+Two consumers process the tiles of a split in pairs. Each computes the scores of every other tile
+and sums half of the columns of the values, so they pass weights and row states to each other.
+`multiply_in_turns` and `multiply_own_first` differ in how they do that; `sm90_latent.py` calls
+them.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from .sm90 import mask_scores
 
 
 class Handover(NamedTuple):
-    """What the consumers hand each other: weights, row states, and barriers around them."""
+    """What the consumers pass to each other: weights, row states, and their barriers."""
 
     p: Any
     states: Any
@@ -43,7 +44,7 @@ class Handover(NamedTuple):
 class RowStates(NamedTuple):
     """Where the state of rows is handed over; fp32 [ROWS] each.
 
-    Triton puts a barrier between two accesses of one allocation, so that each has its own.
+    Triton puts a barrier between two accesses of one allocation, so each field has its own.
     """
 
     m_log2: Any
@@ -51,20 +52,20 @@ class RowStates(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What the consumers hand each other with PAIRED.
+    """What the consumers pass to each other with PAIRED.
 
-    Each of the barriers also says that the other consumer has read what it got before, so that
-    nothing else has to: one waits for the other's before it writes again.
+    Each barrier also signals that its consumer has read what it received before, so no further
+    barriers are needed: a consumer waits for the other's barrier before it writes again.
     """
 
     p: Any
-    """Weights of odd tiles; those of even ones go where the last columns of their keys were."""
+    """Weights of odd tiles; those of even ones overwrite the last columns of their keys."""
     even: Any
     """`RowStates` after an even tile, and after an odd one."""
     odd: Any
     even_state: Any
     odd_weights: Any
-    """Barrier: weights and state of an odd tile are there."""
+    """Barrier: weights and state of an odd tile are ready."""
     even_weights: Any
     queries: Any
     """Barrier: both consumers have written their part of the queries."""
@@ -93,7 +94,7 @@ def _await_part(ring, step, PART: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def _show_copies(CFG: gl.constexpr):
-    """Let WGMMA, which reads through the async proxy, see what was waited for.
+    """Make what has arrived visible to WGMMA, which reads through the async proxy.
 
     TMA writes through the same proxy, but cp.async through the generic one.
     """
@@ -105,9 +106,9 @@ def _show_copies(CFG: gl.constexpr):
 def _release(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Release the half of a tile's columns whose values this consumer has multiplied.
 
-    Scores read all columns, but whoever has the weights of a tile knows that its scores are done.
-    PAIRED: both producers copy to this stage, so each warp tells them both. What was written to the
-    stage (cleared values, weights) has been fenced and handed over by then, before the arrivals.
+    Scores read all columns, but a consumer that has the weights of a tile knows that its scores are
+    done. PAIRED: both producers copy to this stage, so each warp arrives at both. What was written
+    to the stage (cleared values, weights) was fenced and passed on before these arrivals.
     """
     index = step % CFG.STAGES * CFG.parts + GROUP
     if CFG.PAIRED:
@@ -118,9 +119,9 @@ def _release(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
-    """Wait for a tile: whether a page was out of range, and whether some keys are not to be read.
+    """Wait for a tile; return whether a page was out of range, and whether to clear some values.
 
-    The first of these is that of all tiles of the split so far.
+    The first result covers all tiles of the split so far.
     """
     stage = step % CFG.STAGES
     parts: gl.constexpr = CFG.parts
@@ -128,7 +129,7 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
         _await_part(shared.ring, step, part, CFG)
     _show_copies(CFG)
     wrong = step - step
-    # the producer that gathers keys has cleared what is not to be read
+    # the producer that gathers keys has cleared what must not be read
     cut = wrong != 0
     if not CFG.GATHERED:
         cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
@@ -145,7 +146,7 @@ def _await_values(shared, step, kv_start, seen, GROUP: gl.constexpr, CFG: gl.con
     """Wait for the values of a tile whose scores the other consumer has; return its `wrong`.
 
     Gathered keys: only for the part that this consumer releases. The other consumer may have
-    released the other one already, and once that is full again, its phase tells nothing.
+    released the other one already, and once that is full again, its phase is ambiguous.
     """
     if CFG.GATHERED:
         _await_part(shared.ring, step, GROUP, CFG)
@@ -158,20 +159,20 @@ def _await_values(shared, step, kv_start, seen, GROUP: gl.constexpr, CFG: gl.con
 
 @gluon.jit
 def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
-    """Start the scores of a tile as its halves arrive; then what `_await_tile` returns."""
+    """Start the scores of a tile as its halves arrive; also returns what `_await_tile` does."""
     ring = shared.ring
     _await_part(ring, step, 0, CFG)
     _show_copies(CFG)
     stage = step % CFG.STAGES
-    # 0, which the compiler does not know: else it would keep the addresses of 36 slices in
-    # registers through the loop, and spill them
+    # 0, but unknown to the compiler, which would otherwise keep the addresses of 36 slices in
+    # registers through the loop and spill them
     zero = step >> 30
     rest = queries.rest.index(zero)
     rows: gl.constexpr = CFG.ROWS
     keys: gl.constexpr = CFG.TILE_N
     half: gl.constexpr = CFG.half
     s = gl.zeros([rows, keys], gl.float32, CFG.scores_layout())
-    # together, the descriptors of 16 products would all be computed first
+    # in fewer pieces, the descriptors of 16 products would all be computed before the first
     pieces: gl.constexpr = 4 if EARLY_DESCRIPTORS else 2
     width: gl.constexpr = 2 * half // pieces
     for i in gl.static_range(pieces):
@@ -243,7 +244,7 @@ def _clear_unseen(shared, step, kv_start, seen, CFG: gl.constexpr):
     positions = None
     if CFG.BLOCK_KV is not None:
         positions = shared.notes.positions.index(stage)
-    # a few columns at a time, beside the accumulators
+    # a few columns at a time: the accumulators leave few registers
     values: gl.constexpr = CFG.TILE_DV
     for first in gl.static_range(0, values, 64):
         drop_dead_values(v.slice(first, 64, dim=1), kv_start, positions, seen.lo, seen.hi)
@@ -251,8 +252,8 @@ def _clear_unseen(shared, step, kv_start, seen, CFG: gl.constexpr):
 
 @gluon.jit
 def _hand_over(handover, p, state, rescale, shared, step, kv_start, seen, cut, CFG: gl.constexpr):
-    """Give weights and row states to both consumers, and clear values that must not be read."""
-    # both have multiplied with the weights before
+    """Pass weights and row states to both consumers, and clear values that must not be read."""
+    # both have used the previous weights
     mbarrier.wait(handover.free, (step & 1) ^ 1)
     handover.p.store(p.to(handover.p.dtype))
     handover.states.index(0).store(state.m_log2)
@@ -267,7 +268,7 @@ def _hand_over(handover, p, state, rescale, shared, step, kv_start, seen, cut, C
 
 @gluon.jit
 def _start_values(handover, ring, step, acc, FIRST: gl.constexpr, CFG: gl.constexpr):
-    """Take the weights of a tile, and start adding its values: sums, and the `SoftmaxState`."""
+    """Take the weights of a tile and start adding its values; return sums and `SoftmaxState`."""
     score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
     half: gl.constexpr = CFG.half
     mbarrier.wait(handover.full, step & 1)
@@ -281,7 +282,7 @@ def _start_values(handover, ring, step, acc, FIRST: gl.constexpr, CFG: gl.conste
 
 @gluon.jit
 def _end_values(product, handover, ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The sums, once a tile's values are added; its weights and stage are free again."""
+    """Wait for the sums with a tile's values, then release its weights and its stage."""
     acc = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(handover.free, count=1)
     _release(ring, step, GROUP, CFG)
@@ -292,12 +293,12 @@ def _end_values(product, handover, ring, step, GROUP: gl.constexpr, CFG: gl.cons
 def multiply_in_turns(
     queries, handover, shared, score, seen, split, step, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
-    """Go through the tiles of a split in pairs; the first consumer has the scores of even ones.
+    """Process the tiles of a split in pairs; the first consumer has the scores of even ones.
 
     Returns the next step, sums of this consumer's columns, the `SoftmaxState`, and whether a page
-    was out of range. Both tiles of a pair are in shared memory at once: the second consumer starts
-    its scores before it takes the weights of the even tile, so that tensor cores work on them while
-    the first makes these weights, and it makes its own while values are multiplied.
+    was out of range. Both tiles of a pair are in shared memory at once. The second consumer starts
+    its scores before it takes the weights of the even tile, so that these scores overlap the
+    softmax of the first consumer, and its own softmax overlaps the products with values.
     """
     ring = shared.ring
     num: gl.constexpr = CFG.ROWS
@@ -481,11 +482,11 @@ def multiply_own_first(
     queries, exchange, shared, score, seen, split, step, pairs, GROUP: gl.constexpr,
     CFG: gl.constexpr,
 ):  # fmt: skip
-    """As `multiply_in_turns`, but each consumer adds the values of its own weights first.
+    """As `multiply_in_turns`, but each consumer first adds the values with its own weights.
 
-    Both start the scores of a pair at once. The first consumer needs no weights of the other until
-    it has added its own, and the second one none of the first until then; the second needs its row
-    states. `pairs` counts even tiles so far, so that `step - pairs` counts odd ones.
+    Both start the scores of a pair at the same time. Neither needs the other's weights until it has
+    added its own; the second consumer needs the row states of the first, though. `pairs` counts
+    even tiles so far, so `step - pairs` counts odd ones.
     """
     ring = shared.ring
     num: gl.constexpr = CFG.ROWS

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The producer warp of the Hopper decode kernel: it finds its KV tiles and has them copied.
+"""The producer warp of the Hopper decode kernel: it finds its KV tiles and copies them by TMA.
 
-The KV tiles of all softmaxes are numbered in one line, sequence by sequence and, in each, head tile
-by head tile; a head tile is a KV head and up to ROWS of the rows that share it. Program p takes the
+The KV tiles of all softmaxes are numbered in order, sequence by sequence and, in each, head tile by
+head tile; a head tile is a KV head and up to ROWS of the rows that share it. Program p takes the
 p-th range of `range_tiles` tiles. It publishes what it has of each softmax, a split, to the
 consumer and keeps the ring of K and V tiles full across the ends of splits.
 """
@@ -29,16 +29,16 @@ from .tuning import SLICE
 
 # Sequences whose lengths are read at a time, four by each thread of the producer.
 SCAN = gl.constexpr(128)
-# Ranges may be longer by one part in so many if that leaves softmaxes whole, which saves 1.8 of
-# 129 us at 128 softmaxes of 8k keys.
+# Ranges may grow by 1 / WORTH if that leaves softmaxes whole, which saves 1.8 of 129 us at 128
+# softmaxes of 8k keys.
 WORTH = gl.constexpr(32)
 # Copies whose coordinates are looked up at a time, one by each thread of the producer.
 LOOKED_UP = gl.constexpr(32)
 # Tiles that could be read in the time that a program takes from one split to the next.
 SPLIT_COST = gl.constexpr(2)
-# A position past all keys, and far enough from the end of int32 for sums.
+# A position past all keys, small enough that sums with it fit in int32.
 NOWHERE = gl.constexpr(2**30)
-# Columns of a copy by address, its bytes in each row, and the programs of a pair.
+# Columns of a copy to a computed address, its bytes in each row, and the programs of a pair.
 _SLICE = gl.constexpr(SLICE)
 _SLICE_ROW = gl.constexpr(2 * SLICE)
 _BOTH = gl.constexpr(0b11)
@@ -77,10 +77,10 @@ class KVRing(NamedTuple):
 
 
 class StageNotes(NamedTuple):
-    """What the consumer must know of each stage of scattered keys."""
+    """What the consumer must know about each stage of scattered keys."""
 
     positions: Any
-    """Positions of all keys, with lists of blocks only."""
+    """Positions of all keys; only with block lists."""
     flags: Any
     """1 if a page or block was out of range, plus 2 if some keys are not seen."""
 
@@ -99,7 +99,7 @@ class SharedState(NamedTuple):
 
 
 class ProducerState(NamedTuple):
-    """What only the producer needs: where keys lie."""
+    """What only the producer needs: where the keys are stored."""
 
     k_desc: Any
     v_desc: Any
@@ -167,7 +167,7 @@ def _tiles_of_sequences(keys, first, CFG: gl.constexpr):
 
 @gluon.jit
 def _add(a, b):
-    """For scans."""
+    """Addition, for scans."""
     return a + b
 
 
@@ -184,7 +184,7 @@ def keys_of_sequence(keys, first_length, sequence):
 def kv_head_of(head_tile, q_tiles):
     """The KV head of a head tile."""
     head = head_tile
-    # seldom, and the division would take longer than everything else at the start of a split
+    # rarely taken; the division would take longer than everything else at the start of a split
     if q_tiles > 1:
         head = head_tile // q_tiles
     return head
@@ -272,7 +272,7 @@ def read_blocks(tables, copy, end, CFG: gl.constexpr):
 
 @gluon.jit
 def read_pages(starts, tables, CFG: gl.constexpr):
-    """Entries of the page table for copies that begin at `starts`; 0 for those nobody sees."""
+    """Entries of the page table for copies that begin at `starts`; 0 for unseen ones."""
     # entries past the last key, and before the first one seen, may hold anything
     wanted = _is_wanted(starts, tables, CFG)
     return gl.load(tables.page_table_ptr + starts // CFG.PAGE_SIZE, mask=wanted, other=0)
@@ -280,7 +280,7 @@ def read_pages(starts, tables, CFG: gl.constexpr):
 
 @gluon.jit
 def check_pages(pages, tables):
-    """Pages as int32, 0 in place of those out of range; 1 for each of these."""
+    """Pages as int32, with 0 for those out of range; and 1 for each of these, else 0."""
     exists = (pages >= 0) & (pages < tables.num_pages)
     return gl.where(exists, pages, 0).to(gl.int32), gl.where(exists, 0, 1)
 
@@ -403,7 +403,7 @@ def _produce_contiguous(produce, shared, split, number, step, kv_head, CFG: gl.c
 
 @gluon.jit
 def _produce_scattered(produce, shared, tables, split, number, step, kv_head, CFG: gl.constexpr):
-    """Publish a split and fetch its tiles, whose places tables tell; returns the next step.
+    """Publish a split and fetch its tiles by page table or block list; returns the next step.
 
     The coordinates of 32 copies are looked up at a time, and their blocks 32 copies ahead.
     """
@@ -413,7 +413,7 @@ def _produce_scattered(produce, shared, tables, split, number, step, kv_head, CF
     nothing = gl.full([1], 0, gl.int32, lane_layout)
     last = split.kv_end * copies_each
     blocks = read_blocks(tables, split.kv_tile * copies_each, last, CFG)
-    # publishing waits for the length; by then the blocks are on their way
+    # publishing waits for the length; the loads of the blocks are in flight by then
     publish(shared.splits, number, split)
     starts = blocks
     slabs = blocks
@@ -430,7 +430,7 @@ def _produce_scattered(produce, shared, tables, split, number, step, kv_head, CF
         if CFG.BLOCK_KV is not None:
             shared.notes.positions.index(stage).store(positions_of(copies.starts, CFG))
         shared.notes.flags.index(stage).store(nothing + (wrong + 2 * copies.cut))
-        # the one thread that arrives does not wait for the stores of the others
+        # needed because the thread that arrives does not wait for the stores of the others
         thread_barrier()
         _fetch(produce, ring, step, copies, kv_head, CFG)
         mbarrier.arrive(ring.full.index(stage), count=1, pred=copies.wanted == 0)
@@ -438,7 +438,7 @@ def _produce_scattered(produce, shared, tables, split, number, step, kv_head, CF
     return step
 
 
-# Copies by address, of parts of a tile, and to both programs of a pair.
+# Copies to computed addresses: of parts of a tile, and to both programs of a pair.
 
 
 @gluon.jit
@@ -460,8 +460,8 @@ def _copy_slice(copies, kv_head, bar, column, offset, CFG: gl.constexpr):
 def _fill_part(ring, step, copies, kv_head, rank, PART: gl.constexpr, CFG: gl.constexpr):
     """Start the copies of a part of a tile into a stage where it is free; none if not wanted.
 
-    PAIRED: of the slices that this program copies, every other one. Bytes of the partner's may
-    arrive before this program expects them: the phase waits for its arrival all the same.
+    PAIRED: only of the slices that this program copies, every other one. The partner's bytes may
+    arrive before this program expects them; the phase still waits for this program's arrival.
     """
     stage = step % CFG.STAGES
     index = stage * CFG.parts + PART
@@ -496,14 +496,14 @@ def _copies_at(split, tables, starts, slabs, tile, CFG: gl.constexpr):
 
 @gluon.jit
 def _write_notes(notes, step, copies, wrong, CFG: gl.constexpr):
-    """Tell the consumers of a stage that is empty what they must know of its keys."""
+    """Write what consumers must know about the keys of a stage, which is empty."""
     stage = step % CFG.STAGES
     lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     nothing = gl.full([1], 0, gl.int32, lane_layout)
     if CFG.BLOCK_KV is not None:
         notes.positions.index(stage).store(positions_of(copies.starts, CFG))
     notes.flags.index(stage).store(nothing + (wrong + 2 * copies.cut))
-    # the one thread that arrives does not wait for the stores of the others
+    # needed because the thread that arrives does not wait for the stores of the others
     thread_barrier()
 
 
@@ -511,7 +511,7 @@ def _write_notes(notes, step, copies, wrong, CFG: gl.constexpr):
 def _take_turn(
     shared, tables, found, split, tile, step, kv_head, rank, TURN: gl.constexpr, CFG: gl.constexpr
 ):
-    """Copy the part of a pair of tiles whose turn it is, once it is empty.
+    """Copy the part of a pair of tiles that is due at TURN, once its memory is free.
 
     Notes are written with the part that completes a tile, when both parts of its stage are known to
     be empty.
@@ -531,7 +531,7 @@ def _take_turn(
 
 @gluon.jit
 def _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG: gl.constexpr):
-    """Publish a split and fetch its tiles pair by pair, in turns; returns the next step."""
+    """Publish a split and fetch its tiles in parts, pair by pair; returns the next step."""
     turns: gl.constexpr = 2 * CFG.parts
     copies_each: gl.constexpr = CFG.copies
     last = split.kv_end * copies_each
@@ -569,7 +569,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     q_tiles = (keys.q_len * shared.heads.group + CFG.ROWS - 1) // CFG.ROWS
     head_tiles = shared.heads.kv * q_tiles // CFG.pair
     mine = find_range(keys, first_length, head_tiles, produce.num_splits, CFG)
-    # parts of the second head tiles of pairs come behind those of the first ones
+    # parts of the second head tiles of pairs are stored after those of the first ones
     origin = mine.origin + rank * (gl.num_programs(0) // CFG.pair)
     tile = mine.tile
     sequence = mine.sequence

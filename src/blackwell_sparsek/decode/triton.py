@@ -5,16 +5,16 @@
     out[i]  = sum_j exp(s[i, j] - lse[i]) v[j]
     lse[i]  = log(sum_j exp(s[i, j]) + exp(sink))
 
-q, out [B, Hq, Sq, D | Dv], lse [B, Hq, Sq]; caches [B, Hkv, S, D | Dv], or pages of them,
-[pages, page_size, Hkv, D | Dv]. The time goes into reading the caches, so every program reads the
-same amount (split-KV). A *head tile* is a KV head and up to TILE_M of the rows that share it, rows
-being the queries of all its query heads; each head tile of each sequence is one softmax. The KV
-tiles of all softmaxes are numbered in one line, and each of a fixed number of programs takes an
-equal range of it. What a range has of one softmax is a *split*; the splits of a softmax are
-combined by the last of their programs, always in the same order. Lengths, tables and lists are read
-on the device. Called as impl "triton" of `bsk::attn_decode`.
+q, out [B, Hq, Sq, D | Dv], lse [B, Hq, Sq]; caches [B, Hkv, S, D | Dv], or pages of them, [pages,
+page_size, Hkv, D | Dv]. Reading the caches takes most of the time, so every program reads the same
+amount (split-KV). A *head tile* is a KV head and up to TILE_M of the rows that share it, rows being
+the queries of all its query heads; each head tile of each sequence is one softmax. The KV tiles of
+all softmaxes are numbered in order, and each of a fixed number of programs takes an equal range of
+them. The part of one softmax in a range is a *split*; the splits of a softmax are combined by the
+last of their programs, always in the same order. Lengths, tables and lists are read on the device.
+Called as impl "triton" of `bsk::attn_decode`.
 
-Limits: D and Dv up to 256, lengths below 2**30. Slots past the lengths and blocks that are not
+Limits: D and Dv up to 576, lengths below 2**30. Slots past the lengths and blocks that are not
 listed are not read. A length, page or block out of range is not read either; it makes the outputs
 of its sequence (and KV head) NaN.
 """
@@ -103,7 +103,7 @@ class DecodeWorkspace(NamedTuple):
 
 
 class ScaleStrides(NamedTuple):
-    """From head to head of the scales of an fp8 cache; 0 where one number is for all."""
+    """Strides between heads of the scales of an fp8 cache; 0 if all heads share one."""
 
     k: Any
     v: Any
@@ -112,7 +112,7 @@ class ScaleStrides(NamedTuple):
 class DecodeLayout(NamedTuple):
     """Strides of all tensors, and the numbers of heads.
 
-    Records only: beside plain numbers, their strides of 1 would not compile (see
+    Contains records only: next to plain numbers, their strides of 1 would not compile (see
     `testing.sizes_of_one`).
     """
 
@@ -151,7 +151,7 @@ class TileRange(NamedTuple):
 
 
 class ScoreFactors(NamedTuple):
-    """Factors of the scores of one KV head; `k_scale` counts inside a softcap only."""
+    """Factors of the scores of one KV head; `k_scale` applies only inside a softcap."""
 
     scale_log2: Any
     inverse_cap: Any
@@ -159,7 +159,7 @@ class ScoreFactors(NamedTuple):
 
 
 class HeadTile(NamedTuple):
-    """The softmax at hand: its sequence, that one's length (-1 if out of range), its KV head."""
+    """The current softmax: its sequence, the sequence's length (-1: out of range), its KV head."""
 
     sequence: Any
     kv_len: Any
@@ -240,7 +240,7 @@ def attend_cache(
     offs_dv = tl.arange(0, TILE_DV)
     m_log2, row_sum = init_state(first)
     acc = tl.zeros([q.shape[0], TILE_DV], tl.float32)
-    # the page of the next tile is looked up while the keys of this one are on their way
+    # the page of the next tile is looked up while the keys of this one are being loaded
     ahead = cache_tile(tile_begin, offs_n, cache, TILE_N, PAGE_SIZE, BLOCK_KV)
     for tile in tl.range(tile_begin, tile_end):
         keys = ahead
@@ -288,7 +288,7 @@ def attend_across(
     offs_dv = tl.arange(0, TILE_DV // PACKED)
     scale_log2 = tl.zeros([TILE_M], tl.float32) + score.scale_log2
     if SCALED:
-        # fp8 becomes fp16 in one step, bf16 would take two
+        # fp8 converts to fp16 in one step, to bf16 in two
         q, up = half_rows(q)
         scale_log2 = scale_log2 * up if score.inverse_cap is None else scale_log2
     if WORDS:
@@ -337,7 +337,7 @@ def attend_across(
 
 @triton.jit
 def half_rows(q):
-    """Queries in fp16, rows scaled by powers of two into its range, and the factors [rows] left."""
+    """Queries in fp16, each row scaled into range by a power of two, and the inverse factors."""
     top = tl.max(tl.abs(q.to(tl.float32)), 1)
     exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)
@@ -363,7 +363,7 @@ def write_rows(
     results, scoring, layout, work, m_log2, row_sum, acc, rows, columns, end_row, q_len,
     HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """End the softmax of packed rows [R] and store outputs and lse; acc and columns are [R, C].
+    """Finalise packed rows [R] and store outputs and lse; acc and columns are [R, C].
 
     Rows from `end_row` on are not stored. A row may occur more than once, with other columns.
     """
@@ -463,7 +463,7 @@ def _attn_decode_kernel(
         k_scale = 1.0
         if scoring.k_scale is not None:
             k_scale = tl.load(scoring.k_scale + kv_head * layout.scales.k)
-        # under a softcap the factor of the softmax is the cap, and that of keys belongs inside
+        # with a softcap the softmax factor is the cap, and the scale of keys applies inside it
         scale_log2 = scoring.scale_log2
         if scoring.inverse_cap is None:
             scale_log2 = scale_log2 * k_scale
@@ -547,7 +547,7 @@ def launch_attn_decode(
 
 
 def partials_shape(config: DecodeConfig, dim_v: int) -> tuple[int, int, int]:
-    """Floats that splits of softmaxes leave, whatever the lengths are."""
+    """Shape of the fp32 workspace for splits of softmaxes, whatever the lengths are."""
     return 2 * config.programs, config.tile_m, triton.next_power_of_2(max(dim_v, 16)) + 2
 
 
@@ -634,5 +634,5 @@ def cache_strides(cache: Any, page_size: int | None) -> Strides:
 
 
 def scale_stride(scale: Any) -> int:
-    """From head to head of a scale of an fp8 cache; 0 where one number is for all."""
+    """Stride between heads of a scale of an fp8 cache; 0 if all heads share one."""
     return 0 if scale is None or scale.numel() == 1 else 1

@@ -54,12 +54,12 @@ def why_not_triton(problem: DecodeProblem) -> str | None:
 # The Hopper kernel.
 
 HEAD_DIMS = (64, 128)
-# A latent cache of MLA with absorbed weights: 512 columns that are keys and values, and 64 more of
-# the keys, which carry positions.
+# A latent cache of MLA with absorbed weights: 512 columns that serve as keys and values, and 64
+# more key columns, which carry positions.
 LATENT_DIMS = (576, 512)
 LATENT_VALUES = 512
 # The last program of a softmax combines its parts in rounds of this many rows and parts (see
-# `device/partials.py`), each of which takes about 0.7 us; a launch of its own takes 4 us.
+# `device/partials.py`), each of which takes about 0.7 us; a separate launch takes 4 us.
 ROWS_OF_ROUND, PARTS_OF_ROUND, FEW_ROUNDS = 4, 16, 6
 # The fewest keys of one copy: a step of WGMMA.
 STEP = 16
@@ -118,7 +118,7 @@ class DecodeSm90Config:
     MAX_REGISTERS per thread, of which the producer gives back all but PRODUCER_REGISTERS. WORDS: an
     fp8 cache, copied as words of four values. SINGLE: one sequence, whose time is mostly prologue
     and epilogue, so that the kernel uses programmatic dependent launch (PDL). COMBINED: parts of a
-    softmax are combined by a launch of their own (`combine.py`).
+    softmax are combined by a separate launch (`combine.py`).
     """
 
     ROWS: int
@@ -293,7 +293,7 @@ def _launch(
 
 
 def _combined(rows: int, parts: int) -> bool:
-    """Whether `parts` parts of `rows` rows are better combined by a launch of their own."""
+    """Whether `parts` parts of `rows` rows are better combined by a separate launch."""
     rounds = cdiv(rows, ROWS_OF_ROUND) * cdiv(parts, PARTS_OF_ROUND)
     return parts > 1 and rounds > FEW_ROUNDS
 
@@ -303,13 +303,13 @@ def _combined(rows: int, parts: int) -> bool:
 
 # Columns of a copy by address: 128 bytes, the span of the swizzle.
 SLICE = 64
-# Slots of the cache over all sequences from which on programs work in pairs. H200, 128 heads,
-# microseconds alone and PAIRED, at (batch, keys):
+# Cache slots over all sequences from which programs work in pairs. H200, 128 heads, microseconds
+# without and with PAIRED, at (batch, keys):
 #   (1, 8k) 27.7 and 28.0, (1, 32k) 43.0 and 46.7, (16, 8k) 92.1 and 101.7,
 #   (16, 32k) 270 and 278, (64, 8k) 265 and 262, (64, 32k) 1022 and 971.
-# 512k slots go either way, and 2M gain 5 %.
+# With 512k slots either may win, and 2M gain 5 %.
 PAIRED_SLOTS = 2**20
-# One sequence, in microseconds: a tile of keys, and each MB of parts, written and read again.
+# Estimated microseconds of one sequence: per KV tile, and per MB of parts, written and read again.
 TILE_US, PARTS_US = 1.5, 0.5
 
 
@@ -317,10 +317,10 @@ TILE_US, PARTS_US = 1.5, 0.5
 class LatentConfig:
     """Everything `sm90_latent.py` is specialised on; names as in `DecodeSm90Config`.
 
-    The halves of the values' columns, one for each consumer, have barriers of their own, and are
+    The halves of the values' columns, one for each consumer, have separate barriers, and are
     released and copied separately. PAIRED: the two programs of a cluster take two head tiles of the
     same keys, and each copies half of the columns of a tile to both; each consumer multiplies the
-    weights that it computed first, those of the other after that.
+    weights that it computed itself first, then those of the other.
     """
 
     PAGE_SIZE: int | None
@@ -330,7 +330,7 @@ class LatentConfig:
     TILE_N: int = 64
     TILE_DV: int = LATENT_VALUES
     rest: int = LATENT_DIMS[0] - LATENT_VALUES
-    """Columns of keys behind the values."""
+    """Columns of the keys after those that are values."""
     STAGES: int = 2
     CONSUMER_REGISTERS: int = 232
     COMBINED: bool = False
@@ -387,15 +387,15 @@ class LatentConfig:
 
     @property
     def k_column(self) -> int:
-        """First of the columns behind the values, which are a slice of their own."""
+        """First column after the values; these columns are a separate slice."""
         return self.TILE_DV
 
     def block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy: a slice of the values, or the columns behind them."""
+        """Shape of a copy: a slice of the values, or the columns after them."""
         return (1, 1, self.copy_keys, SLICE)
 
-    # Parts of a tile that have barriers of their own. The last one has the columns behind the
-    # values too.
+    # Parts of a tile that have separate barriers. The last part also has the columns after the
+    # values.
 
     @property
     def parts(self) -> int:
@@ -417,16 +417,16 @@ class LatentConfig:
         return 2 * self.TILE_N * columns
 
     def copied_tile(self, turn: int) -> int:
-        """0 or 1: the tile of a pair that is copied, part of, in this turn of `2 * parts`."""
+        """0 or 1: the tile of a pair of which a part is copied in this turn, of `2 * parts`."""
         return self._copied[turn][0]
 
     def copied_part(self, turn: int) -> int:
-        """The part of that tile."""
+        """The part of that tile that is copied."""
         return self._copied[turn][1]
 
     @property
     def _copied(self) -> tuple[tuple[int, int], ...]:
-        """Tile and part of each turn, in the order in which consumers release them.
+        """Tile and part that each turn copies, in the order in which consumers release them.
 
         With PAIRED the first halves to be released are those that consumers multiply with their own
         weights: the left one of the even tile, the right one of the odd tile.
@@ -462,9 +462,9 @@ class LatentConfig:
 
     @property
     def bars_room(self) -> int:
-        """Barriers that are allocated: more bytes than anything else that is not in `_places`.
+        """Room for barriers: more bytes than any allocation that is not in `_places`.
 
-        These are states of rows, positions, and what Triton hands to its roles, up to 512 bytes.
+        Those are states of rows, positions, and what Triton passes to the roles, up to 512 bytes.
         """
         return 80
 
@@ -475,7 +475,7 @@ class LatentConfig:
 
     @property
     def rest_offset(self) -> int:
-        """Where the columns behind the values of the first stage begin."""
+        """Where the columns after the values of the first stage begin."""
         return self._places["rest"]
 
     @property
@@ -490,7 +490,7 @@ class LatentConfig:
 
     @property
     def releases(self) -> int:
-        """Arrivals that make a part empty: of a consumer, PAIRED: of its warps in both programs."""
+        """Arrivals that release a part: of a consumer; PAIRED: of its warps in both programs."""
         return 4 * self.pair if self.PAIRED else 1
 
     def placed_barriers(self) -> list[tuple[int, int]]:
@@ -500,7 +500,7 @@ class LatentConfig:
 
     @property
     def parameter(self) -> str:
-        """What PTX calls the descriptor of the cache: before it come out, lse and q."""
+        """PTX name of the parameter with the cache descriptor, which follows out, lse and q."""
         return "_attn_decode_latent_kernel_param_3"
 
     def scores_layout(self) -> object:
@@ -523,7 +523,7 @@ class LatentLaunch(NamedTuple):
 def _splits_of_one(most: int, tiles: int, rows: int) -> int:
     """Parts of each softmax of one sequence, up to `most`; `rows` are those of all softmaxes.
 
-    Fewer parts have more tiles each, and are less to write and to combine.
+    Fewer parts have more tiles each, but there is less to write and to combine.
     """
 
     def time(splits: int) -> float:

@@ -29,10 +29,10 @@ def probabilities(s, visible, shift, score, NATURAL: tl.constexpr = False, added
     """Weights of the keys from raw products `s`, and the capped scores for `score_gradients`.
 
     `visible` is None if every key is visible; `added` is what `scores.added_scores` returns, or
-    None. The factor of the `Score` may have any sign: lse is
-    known, so masking can follow the scaling. With NATURAL, factor and shift are in units of e
-    instead of base-2 exponents. That costs one more multiplication and saves a rounding of lse,
-    which shows only with fp32 operands.
+    None. The factor of the `Score` may have any sign: lse is known, so masking can follow the
+    scaling. With NATURAL, factor and shift are in units of e instead of base-2 exponents. That
+    costs one more multiplication and saves a rounding of lse, which matters only with fp32
+    operands.
     """
     capped = cap(s, score.inverse_cap)
     exponent = capped * score.factor

@@ -55,7 +55,7 @@ def load_gate_terms(ptr, tokens, limit, missing):
 
 @triton.jit
 def gate_weights(u, tau):
-    """The weights; NaN of a score or a threshold shows in them."""
+    """The weights; NaN in a score or a threshold propagates to them."""
     over = u - tau
     clipped = tl.minimum(tl.maximum(over, 0.0), 1.0)
     # minimum and maximum drop NaN

@@ -2,11 +2,11 @@
 """Where the keys of a tile lie in a cache: contiguous or in pages, all of them or chosen blocks.
 
 A cache is contiguous, [B, Hkv, S, D], or [pages, page_size, Hkv, D] with a table of pages for each
-sequence. A tile holds TILE_N of the *visited* keys: all keys of a sequence in a row, or those of
+sequence. A tile holds TILE_N of the *visited* keys: all keys of a sequence in order, or those of
 the blocks in a list, in the list's order. Each key has a position and a place `(slab, row)`: a page
 and the token in it, or a batch and a position.
 
-Tables and lists come from the user and may hold anything. A number out of range makes its keys
+Tables and lists come from the user and may hold any value. A number out of range makes its keys
 *wrong*: they are not read, and the kernel that uses the tile makes the result NaN.
 """
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Split KV: several programs compute parts of one softmax, and the last of them combines these.
+"""Split KV: several programs compute parts of one softmax; the last to finish combines them.
 
 A program writes its part to a private slot and increments a counter. The last program to arrive
 reads all parts in program order, so the result does not depend on which program that is. It also
@@ -52,9 +52,8 @@ def is_last(counter_ptr, num_parts):
     it, and the last one acquires them all. Triton hands the result to the other threads through
     shared memory and a barrier, which puts their loads after the acquire.
 
-    The reset comes after every increment of this launch, for which this program knows to be the
-    last. A later launch increments after this one has ended, or after `gdc_wait` if it started
-    early.
+    The reset comes after every increment of this launch, because this program's is the last. A
+    later launch increments after this one has ended, or after `gdc_wait` if it started early.
     """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
@@ -88,9 +87,9 @@ def merge_parts(
 ):
     """State and accumulators of the rows from `first_row` on, placed as by `merged_places`.
 
-    A thread holds the same columns of all parts, so that no thread waits for another: parts are
-    tensors of their own, because Triton may spread a dimension of them over threads (3.9 does).
-    With GROUPS, each group of threads has every GROUPS-th part, and they exchange sums at the end.
+    A thread holds the same columns of all parts, so that no thread waits for another. Parts are
+    separate tensors, because Triton may spread a dimension over threads (3.9 does). With GROUPS,
+    each group of threads has every GROUPS-th part, and groups exchange sums at the end.
     """
     rows, columns = merged_places(first_row, TILE_DV, GROUPS * ROWS)
     first_part = 0
@@ -104,7 +103,7 @@ def merge_parts(
         m_parts = ()
         sum_parts = ()
         parts = ()
-        # all loads are on their way before one is used
+        # issue all loads before the first result is used
         for i in tl.static_range(PARTS):
             number = first + i * GROUPS + first_part
             slot = part_slot(first_program + number, first_program)

@@ -60,7 +60,7 @@ class Alibi(NamedTuple):
 class Slopes(NamedTuple):
     """ALiBi slopes [batch, head], and elements from batch to batch, 0 where they broadcast."""
 
-    # not `values`, which tuples of Triton have
+    # not `values`: Triton's tuples have an attribute of that name
     start: Any
     batch_step: Any
 

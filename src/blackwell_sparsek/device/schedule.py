@@ -17,7 +17,7 @@ RASTER_GROUP_BYTES = tl.constexpr(16 * 2**20)
 
 @triton.jit
 def raster_group_size(kv_len, group_size, KV_BYTES: tl.constexpr):
-    """How many heads run side by side: whole groups that share a KV head of KV_BYTES per token."""
+    """How many heads run together: whole groups that share a KV head of KV_BYTES per token."""
     kv_heads = (RASTER_GROUP_BYTES // KV_BYTES) // tl.maximum(kv_len, 1)
     return tl.maximum(kv_heads, 1) * group_size
 
@@ -51,7 +51,7 @@ def raster_place(program, num_batch_heads, num_tiles, group):
 
 @triton.jit
 def first_slot(cu_seqlens_ptr, sequence, TILE_M: tl.constexpr):
-    """First slot of a sequence. Slots number the query tiles of a head through all sequences.
+    """First slot of a sequence. Slots number the query tiles of a head over all sequences.
 
     A sequence gets at least as many slots as it has tiles, so that its first slot depends on its
     own offset alone; its last slot may hold no queries.
@@ -142,7 +142,7 @@ def lse_offset(batch, head, start, num_heads, head_stride, cu_seqlens_ptr):
     return index * head_stride + start
 
 
-# Equal shares: `total` tiles are numbered through, and program p takes the p-th of `programs`
+# Equal shares: `total` tiles are numbered in order, and program p takes the p-th of `programs`
 # contiguous ranges whose sizes differ by at most one. Tiles belong to sequences of different
 # lengths; a program finds the sequence of its first tile by a scan, so lengths stay on the GPU and
 # programs need no list.

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The walk of portable attention kernels over tiles: visit plans, and tiles with mask code.
+"""How portable attention kernels traverse tiles: visit plans, and tiles with mask code.
 
-A forward or dQ kernel owns a tile of queries and walks over keys; a dK/dV kernel owns a tile of
-keys and walks over queries, through the transposed lists. These functions create vectors, which
+A forward or dQ kernel owns a tile of queries and loops over keys; a dK/dV kernel owns a tile of
+keys and loops over queries, through the transposed lists. These functions create vectors, which
 Gluon kernels cannot share; those build the same from `masks` and `visits`.
 """
 

@@ -1,4 +1,4 @@
-"""How long a block-sparse product and its dense twin should take: a roofline, nothing is timed.
+"""Estimated time of a block-sparse product and of its dense counterpart: a roofline, no timing.
 
 A product takes the longer of its arithmetic and its traffic, plus its launches. The constants of
 sm_90 are fitted to single calls on an H200 in float16: 8192 x 8192 x 8192 at 10 to 100 % of the

@@ -1,4 +1,4 @@
-"""How long a sampled product and its dense twin should take, as `estimate` does for products.
+"""Estimated time of a sampled product and of its dense counterpart; see `estimate`.
 
 The shares of the Hopper kernel are what its copies from L2 allow; they await a measurement.
 """
@@ -68,7 +68,7 @@ def _work_tiles_seconds(problem: BsrProblem) -> float:
     tile = config.TILE_M * CONSUMERS * config.GROUP_N
     fed = L2_BYTES_S * 2.0 * tile * config.TILE_K / config.stage_bytes
     rate = SAMPLED_SHARE * min(dense_rate(problem), fed)
-    # fewer tiles than SMs are shared out, down to a point
+    # if there are fewer tiles than SMs, their sums are split, down to a point
     idle = max(1.0, problem.arch.num_sms * tile / max(executed * 4, 1.0))
     read_s = _operand_bytes(problem) / device_of(problem.arch).bytes_s
     return max(idle * _flops(problem, executed) / rate, read_s)

@@ -42,8 +42,8 @@ def cluster_exit_barrier():
 
     Shared memory of a program is gone when it ends, and an arrival that comes later faults. The
     arrivals of a thread at barriers of other programs come before its release here; the acquire
-    of the others comes after it, and they end only then. Asynchronous copies and stores to another
-    program are no part of this: that program must have waited for their bytes.
+    of the others comes after it, and they end only then. Asynchronous copies and stores
+    to another program are not covered: that program must have waited for their bytes.
     """
     gl.inline_asm_elementwise(
         "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, 0;",
@@ -111,8 +111,8 @@ def copy_tile(parameter: gl.constexpr, coordinates, bar, address, programs):
 def arrive_at_all(address, live, SIZE: gl.constexpr):
     """Arrive once for this warp at the barrier at `address` of each of SIZE programs.
 
-    Memory order: the arrival says that this warp has read a stage to the end, and nothing is handed
-    over by it. The products that read the stage were waited for, so a copy that another program
+    Memory order: the arrival says that this warp has finished reading a stage; it transfers no
+    data. The products that read the stage were waited for, so a copy that another program
     starts after the arrival cannot reach them. Release at the scope of the program is therefore
     enough; at the scope of the cluster it would put a MEMBAR.GPU into every step.
     """

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What differs from one release of Triton to the next: names, here the newest, and descriptors."""
+"""Differences between Triton releases: names (here the newest) and the place of descriptors."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ EARLY_DESCRIPTORS = gl.constexpr((triton_version() or (0, 0)) >= (3, 9))
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 # TMA copies of tiles: from a tensor to shared memory, and back. Renamed in Triton 3.8; 3.9 keeps
-# the old names only to say so.
+# the old names only to report that.
 if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
 else:
@@ -56,7 +56,7 @@ def reinterpret(smem, dtype, shape, layout, _semantic=None):
 
 @gluon.jit
 def placed(index):
-    """An index of tiles whose descriptors are to be computed here, and not earlier."""
+    """A tile index that keeps the compiler from computing descriptors any earlier than here."""
     if EARLY_DESCRIPTORS:
         index = gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,~{memory}", [index], gl.int32, False, 1

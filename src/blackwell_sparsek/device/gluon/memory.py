@@ -8,8 +8,8 @@ accumulation, a semaphore counts the additions: `acquire_semaphore`, `async_atom
 Memory order: TMA adds through the async proxy, and a semaphore lives in the generic one. Before its
 release a program waits until its additions are written, not only read from shared memory, and a
 proxy fence puts them before the release. The next program acquires that release, and a proxy fence
-puts its own addition after the acquire. The semaphore is incremented by every program in turn, so
-each release is read by the one acquire that it is for.
+puts its own addition after the acquire. Programs increment the semaphore one after another, so each
+release is read by exactly the acquire that waits for it.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ def acquire_semaphore(semaphore_ptr, rank):
 
 @gluon.jit
 def release_semaphore(semaphore_ptr):
-    """Wait until this warp's additions are in memory, then let the next program in."""
+    """Wait until this warp's additions are in memory, then release the next program."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     # `tma.store_wait` would only wait until the tile has been read; here, all lanes wait until the
@@ -49,7 +49,7 @@ def release_semaphore(semaphore_ptr):
 
 @gluon.jit
 def acquire_by_group(semaphore_ptr, rank):
-    """Wait until the semaphore was released `rank` times; every thread of a warp group does."""
+    """Wait until the semaphore was released `rank` times; called by a whole warp group."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; again: ld.acquire.gpu.global.b32 t, [$1]; "
         "setp.ne.s32 p, t, $2; @p bra again; mov.b32 $0, t; }",
@@ -59,7 +59,7 @@ def acquire_by_group(semaphore_ptr, rank):
 
 @gluon.jit
 def release_by_group(semaphore_ptr):
-    """Let the next program in, once the additions of all threads of a warp group are in memory."""
+    """Release the next program, once the additions of a whole warp group are in memory."""
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r,~{memory}", [thread], gl.int32, False, 1
@@ -75,7 +75,7 @@ def release_by_group(semaphore_ptr):
 
 @gluon.constexpr_function
 def _writing(instruction):
-    # operands: results that nobody reads, four times the address, the four numbers
+    # operands: four unused results, the address four times, the four numbers
     results = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
     return f"{instruction} [$4], {{$8, $9, $10, $11}}; {results}"
 

@@ -85,7 +85,7 @@ def next_claimed(counter_ptr, asked_before, programs, total):
 
 @gluon.jit
 def publish(channel, slot, fields, WARPS: gl.constexpr = 1):
-    """Hand a work tile to the consumers once they have read the one before the last."""
+    """Publish a work tile, once the consumers have read the one that used this entry before."""
     numbers, filled, free = channel
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     zero = gl.full([1], 0, gl.int32, lane)

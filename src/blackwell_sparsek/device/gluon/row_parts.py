@@ -57,7 +57,7 @@ def maxima_parts(s):
 
 @gluon.jit
 def spread_parts(parts, like):
-    """What each thread holds of `parts` [rows, 4] beside every element that it holds of `like`."""
+    """Each thread's value of `parts` [rows, 4], broadcast to all that it holds of `like`."""
     by_thread = _by_thread(like)
     layout: gl.constexpr = by_thread.type.layout
     of_parts: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout)))
@@ -82,10 +82,10 @@ ABOVE = gl.constexpr(
 
 @gluon.jit
 def maxima_above(parts, limits):
-    """Share the maxima of rows in the warps where any of `parts` [rows, 4] exceeds its limit.
+    """Reduce row maxima across lanes in warps where any of `parts` [rows, 4] exceeds its limit.
 
-    Returns the maxima, which are still those of each thread in other warps, and 1 or 0: whether the
-    warp shared them. That saves exchanges while maxima stay as they are.
+    Returns the maxima, in other warps still those of each thread, and 1 or 0: whether the warp
+    reduced them. This saves shuffles while maxima do not change.
     """
     return gl.inline_asm_elementwise(
         ABOVE, "=f,=f,=r,=r,0,1,f,f", [parts, limits], (gl.float32, gl.int32), False, 2
@@ -148,8 +148,8 @@ def scale_rows(acc, factor, raised):
 
 
 # `keep_columns` masks columns by one bit for each column that a thread holds of a row. Bits become
-# predicates eight at a time (R2P); a comparison and a position for each column would take half as
-# many instructions again. `device/masks.py` defines what a band shows.
+# predicates eight at a time (R2P); a comparison and a position for each column would take 1.5 times
+# as many instructions. `device/masks.py` defines what a band shows.
 
 # A thread holds the columns 8 k and 8 k + 1 from its first one on: the bits of those up to {last}.
 _UP_TO = (

@@ -182,7 +182,7 @@ class SpmmSm90Config:
 
     @property
     def bars_room(self) -> int:
-        """Barriers that are allocated; behind those in use lies the number of a work tile."""
+        """Barriers that are allocated; the number of a work tile follows those in use."""
         return KIB // 8
 
     @property
@@ -205,7 +205,7 @@ class SpmmSm90Config:
 
     @property
     def number_offset(self) -> int:
-        """Where the number of the next work tile arrives, in bytes: behind the barriers."""
+        """Where the number of the next work tile arrives, in bytes: after the barriers."""
         return self.bars_offset + 8 * (2 * self.STAGES + 2)
 
     @property
@@ -215,12 +215,12 @@ class SpmmSm90Config:
 
     @property
     def a_parameter(self) -> str:
-        """What PTX calls the descriptor of A, the first parameter of the kernel."""
+        """PTX name of the descriptor of A, the first parameter of the kernel."""
         return "_spmm_sm90_kernel_param_0"
 
     @property
     def x_parameter(self) -> str:
-        """What PTX calls the descriptor of X; that of A, with sizes and strides, takes five."""
+        """PTX name of the descriptor of X; that of A, with sizes and strides, takes five."""
         return "_spmm_sm90_kernel_param_5"
 
     def a_block(self) -> list[int]:
@@ -256,7 +256,7 @@ class SpmmSm90Config:
 def stages_that_fit(
     group_n: int, tile_k: int, split_n: bool, out_bytes: int, chunks: int, spare: int = 0
 ) -> int:
-    """Ring stages that fit beside the output buffers and `spare` bytes."""
+    """Ring stages that fit next to the output buffers and `spare` bytes."""
     a_tiles, x_tiles = (1, CONSUMERS) if split_n else (CONSUMERS, 1)
     stage = 2 * tile_k * (a_tiles * GROUP_ROWS + x_tiles * group_n)
     out = CONSUMERS * GROUP_ROWS * (group_n // chunks) * out_bytes
@@ -275,7 +275,7 @@ MOST_STAGES = 10
 class NarrowSm90Config:
     """Everything `narrow.py` is specialised on. Sizes in elements.
 
-    Tiles of 64 rows are the first operand of WGMMA. Lower ones change places with x (`swapped`),
+    Tiles of 64 rows are the first operand of WGMMA. Lower ones swap places with x (`swapped`),
     whose tile is then padded to 64 columns; the padding is neither fetched nor stored.
 
     Attributes
@@ -288,7 +288,7 @@ class NarrowSm90Config:
     STAGES : of the ring
     ACTIVATION : of the epilogue, or None
     SPLIT_K : programs that may split the K blocks of a tile. With 2, programs form clusters of two,
-        which exchange halves of their sums through distributed shared memory, behind the ring
+        which exchange halves of their sums through distributed shared memory, after the ring
     ITEM_BYTES : size of an element of A and x; 1 for e4m3 with scales
     """
 
@@ -324,9 +324,9 @@ class NarrowSm90Config:
 
     @property
     def max_registers(self) -> int:
-        """Registers of a thread: sums and their addresses, beside what the producer is given."""
+        """Registers of a thread: for sums and their addresses, besides those of the producer."""
         if self.SCALED:
-            # beside the sums, those of one block and the scales of two
+            # besides the sums, those of one block and the scales of two
             return 128 if self.sums_width <= GROUP_ROWS else 232
         return 96 if self.sums_width <= GROUP_ROWS else 128
 
@@ -357,13 +357,13 @@ class NarrowSm90Config:
 
     @property
     def exchange_offset(self) -> int:
-        """Where the partner's sums arrive in shared memory, in bytes: behind the ring of blocks."""
+        """Where the partner's sums arrive in shared memory, in bytes: after the ring of blocks."""
         tile = self.ITEM_BYTES * self.TILE_M * self.TILE_K
         return self.STAGES * self.STAGE_BLOCKS * tile
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of half of the sums, in float32; the barrier of the exchange is behind them."""
+        """Bytes of half of the sums, in float32; the barrier of the exchange follows them."""
         return _exchange_bytes(self.TILE_N)
 
     @property
@@ -418,7 +418,7 @@ def narrow_stages_that_fit(
     tiles = _exchange_tiles(tile_m, tile_n, stage_k, item_bytes) if split_k > 1 else 0
     exchange = item_bytes * tile_m * stage_k * tiles
     budget = SMEM_BYTES - relayout - exchange - 2 * KIB
-    # half the bytes need twice the stages for as much in flight
+    # with half the bytes per element, twice the stages keep as much in flight
     most = MOST_STAGES * 2 // item_bytes
     return min(most, budget // (item_bytes * stage_k * (tile_m + x_rows)))
 
@@ -563,7 +563,7 @@ class WarpRowsConfig:
         return self.CHUNK * self.tile_n * 2
 
     def placed_barriers(self) -> list[tuple[int, int]]:
-        """Offset in shared memory and arrivals of each barrier, all of them behind the ring."""
+        """Offset in shared memory and arrivals of each barrier, all of them after the ring."""
         arrivals = [1] * self.STAGES + [self.WARPS] * self.STAGES
         first = self.STAGES * self.chunk_bytes
         return [(first + 8 * i, count) for i, count in enumerate(arrivals)]
@@ -704,7 +704,7 @@ class SddmmSm90Config:
         return shape[::-1] if self.B_TRANSPOSED else shape
 
     def b_tile(self) -> list[int]:
-        """Shape of the B tile of one consumer in memory: pieces beside or above each other."""
+        """Shape of the B tile of one consumer in memory: pieces side by side or stacked."""
         shape = [self.TILE_K, self.GROUP_N]
         return shape[::-1] if self.B_TRANSPOSED else shape
 
@@ -734,6 +734,6 @@ def _slab_layout(row_bytes: int, bits: int) -> object:
 
 
 def sddmm_stages_that_fit(tile_m: int, group_n: int, tile_k: int, chunk_bytes: int) -> int:
-    """Ring stages that fit beside a chunk of the result, of `chunk_bytes` a row, per consumer."""
+    """Ring stages that fit next to a chunk of the result, of `chunk_bytes` a row, per consumer."""
     stage = 2 * tile_k * (tile_m + CONSUMERS * group_n)
     return (SMEM_BYTES - CONSUMERS * tile_m * chunk_bytes) // stage

@@ -108,7 +108,7 @@ class SpmmFp8Config:
 
 
 def fp8_stages_that_fit(tile_m: int, tile_k: int, parts: int, out_bytes: int) -> int:
-    """Ring stages of `SpmmFp8Config` that fit beside the output buffers; not more than useful."""
+    """Ring stages of `SpmmFp8Config` that fit next to the output buffers; at most 8."""
     stage = tile_k * (tile_m + CONSUMERS * parts * GROUP_ROWS)
     chunk = tile_m // 2 if tile_m == WIDEST_FP8 else tile_m
     out = CONSUMERS * GROUP_ROWS * chunk * out_bytes

@@ -39,7 +39,7 @@ def matmul(call: Fp8MatmulCall) -> torch.Tensor:
 
 
 def _by_few_tokens(product: RowsProduct, call: Fp8MatmulCall) -> bool:
-    """Multiply tiles that TMA brings with few tokens; False where that is not for them."""
+    """Compute the product by the kernel for few tokens; False if that does not apply."""
     rows, problem, given = product.rows, product.problem, call.given
     config = narrow_fp8_config(problem)
     if config is None:
@@ -81,7 +81,7 @@ def launch_spmm_fp8_sm90(
     """
     out, x, residual = views
     m, n = out.shape
-    # the kernel does not know a batch; the second pass does
+    # the kernel has no batch dimension; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
     row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)

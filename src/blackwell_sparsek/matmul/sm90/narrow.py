@@ -9,12 +9,12 @@ group multiplies. With SPLIT_K = 2 programs form clusters of two, and both may s
 one tile: they exchange halves of their sums through distributed shared memory, and each finishes
 one half.
 
-The time is that of reading A once, a few microseconds. So the kernel is launched with PDL: while
-the kernel before it still runs, it reads its schedule, has TMA fetch the descriptors and prefetches
-its first blocks to the L2.
+The kernel is bound by reading A once, a few microseconds. It is therefore launched with PDL: while
+the previous kernel still runs, it reads its schedule, lets TMA fetch the descriptors and prefetches
+its first blocks to L2.
 
 Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, blocks stored by rows, heights that
-are multiples of 16, addresses and strides that TMA takes.
+are multiples of 16, addresses and strides that TMA accepts.
 
 SCALED, for `bsk::bsr_matmul_fp8`: operands are in e4m3 with scales. The product of each block
 starts from zero and is added, times its scales, to the sums in fp32, because the tensor cores add
@@ -146,7 +146,7 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
     k_steps: gl.constexpr = CFG.k_steps
     nbytes: gl.constexpr = a_desc.block_type.nbytes + x_desc.block_type.nbytes
     # copies from outside the tensors make TMA fetch the descriptors and read nothing else, so they
-    # need not wait for the kernel before this one
+    # need not wait for the previous kernel
     primed = ring.primed.index(0)
     mbarrier.expect(primed, nbytes)
     async_load(a_desc, [_OUTSIDE, 0], primed, ring.a.index(0))
@@ -161,7 +161,7 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
     _prefetch_blocks(operands, slots, CFG)
     if CFG.SPLIT_K > 1:
         cluster_barrier()
-    # only the schedule may be read before the kernels in front have ended: it never changes
+    # only the schedule may be read before the previous kernels have ended: it never changes
     gdc_wait()
     mbarrier.wait(primed, 0)
     begin = 0
@@ -186,7 +186,7 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
                 mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, nbytes * stage_blocks)
                 for b in gl.static_range(stage_blocks):
-                    # past the last block both come from outside of the tensors, as zeros
+                    # past the last block both come from outside the tensors, as zeros
                     mine = slots.number == first + b
                     a_row = gl.sum(gl.where(mine, slots.a_row, 0), 0)
                     x_row = gl.sum(gl.where(mine, slots.x_row, 0), 0) + i * CFG.TILE_K
@@ -241,7 +241,7 @@ def _store(acc, first_row, first_col, output, CFG: gl.constexpr):
 
 @gluon.jit
 def _block_scales(scales, slots_ptr, width, slot, blocks, k, col, n_cols, CFG: gl.constexpr):
-    """What the product of a block with TILE_N columns is multiplied with, from channel `k` on.
+    """Factors of the product of a block with TILE_N columns, from channel `k` on.
 
     0 past the last block, and for columns and channels that do not exist: a block may end beyond x.
     """
@@ -294,7 +294,7 @@ def _sum_scaled(
     acc, ring, scales, slots_ptr, width, begin, end, blocks, col, n_cols, CFG: gl.constexpr
 ):
     """The sums of a tile of operands in fp8."""
-    # one step ahead: a step is as long as a look-up in the L2
+    # one step ahead: a step takes as long as a load from L2
     factors = _step_scales(scales, slots_ptr, width, 0, blocks, col, n_cols, CFG)
     for step in range(begin, end):
         ahead = step + 1 - begin
@@ -346,7 +346,7 @@ def _consume(output, schedule, ring, scales, CFG: gl.constexpr):
     blocks = gl.load(record_ptr + _BLOCKS)
     col = gl.load(record_ptr + _COL)
     split = gl.load(record_ptr + _SPLIT)
-    # bias, residual and output belong to the kernels in front until they have ended
+    # previous kernels may use bias, residual and output until they have ended
     gdc_wait()
     begin = 0
     for tile in range(tile_count):
@@ -405,7 +405,7 @@ def _spmm_narrow_sm90_kernel(
     # PDL: the next kernel may start as soon as there is room for it; it waits where it has to
     gdc_launch_dependents()
     stages: gl.constexpr = CFG.STAGES
-    # The first and largest allocation, at offset 0: with SPLIT_K the partner's sums arrive behind
+    # The first and largest allocation, at offset 0: with SPLIT_K the partner's sums arrive after
     # the blocks, in the memory of further tiles.
     a_smem = tiles(a_desc, stages * CFG.STAGE_BLOCKS + CFG.exchange_tiles, CFG.TILE_M)
     x_smem = tiles(x_desc, stages * CFG.STAGE_BLOCKS, CFG.x_rows)

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...launch.workspace import made_outside_pool
 
-# A partner is looked for among this many rows: comparing all of a tall matrix would take seconds.
+# Partners are chosen among this many rows: comparing all rows of a tall matrix would take seconds.
 MATCHED_ROWS = 512
 
 # Pairs by the row pointers they were made from, which live as long as their pattern. The same

@@ -67,10 +67,10 @@ class RowSchedule(NamedTuple):
     ----------
     records : int32 [programs, tiles, HEADER + 2 * width]
         A `TileHeader`, then `width` rows of the values as a matrix [nnzb * bh, bw], then `width`
-        rows of x. Slots beyond the blocks of the tile hold rows outside of the tensors.
+        rows of x. Slots beyond the blocks of the tile hold rows outside the tensors.
     width : blocks of the longest row, or part of one, that a program has; at least 1
-    prefetch : blocks of its first tile that a program may prefetch to the L2 before the kernel in
-        front of it has ended
+    prefetch : blocks of its first tile that a program may prefetch to L2 before the previous kernel
+        has ended
     """
 
     records: torch.Tensor

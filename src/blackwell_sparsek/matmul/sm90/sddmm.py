@@ -10,8 +10,8 @@ block row times a run of its stored blocks, over one share of the sum. A produce
 full with a tile of `a` and, for each of two consumer warp groups, the columns of `b` that belong to
 its blocks. Both consumers multiply the same rows with different blocks, so what is fetched of `a`
 is multiplied with every block of the tile. A consumer without blocks, at the end of a row, only
-passes its stages by; pieces of `b` that no block needs are fetched from beyond the tensor, as
-zeros, and their sums are not stored.
+skips its stages; pieces of `b` that no block needs are fetched from outside the tensor, as zeros,
+and their sums are not stored.
 
 Block rows of 16 and 32 rows are grouped to 64 rows (`triton/pack.py`): a tile computes the union of
 their columns, and stores the blocks that exist.
@@ -111,7 +111,7 @@ def _fetch(a_desc, b_desc, lists, ring, stage, tile, place, CFG: gl.constexpr):
         live = piece < tile.end
         block_col = gl.load(lists.cols_ptr + piece // CFG.block_pieces, mask=live, other=0)
         col = block_col * CFG.BLOCK_W + (piece % CFG.block_pieces) * CFG.PIECE
-        # from beyond the first column TMA brings zeros
+        # before the first column TMA reads zeros
         col = gl.where(live, col, -CFG.PIECE)
         memory = ring.b.index(stage * CFG.tile_pieces + p)
         if CFG.B_TRANSPOSED:
@@ -137,7 +137,7 @@ def _produce(a_desc, b_desc, lists, counter_ptr, ring, work, sums, CFG: gl.const
         end = gl.load(tile_ptr + 2)
         first_row = (in_share % CFG.row_tiles) * CFG.TILE_M
         first, last = share_of(share, sums.total_steps, sums.shares)
-        # padding of a plan has no pieces, and is passed by
+        # padding of a plan has no pieces, and is skipped
         if begin < end:
             tile = SddmmTile(last - first, begin, end, first_row, share)
             publish(work, ordinal, tile)
@@ -209,7 +209,7 @@ def _consume(out_desc, out_smem, lists, blocks, ring, work, GROUP: gl.constexpr,
     b_tile: gl.constexpr = CFG.b_tile()
     b_layout: gl.constexpr = CFG.b_layout()
     layout: gl.constexpr = CFG.accumulator_layout(CFG.GROUP_N)
-    # two consumers: the tile of the other one lies behind or before that of this one
+    # two consumers: the tile of the other one is next to that of this one
     b_smem = reinterpret(ring.b, ring.b.dtype, [2 * stages, b_tile[0], b_tile[1]], b_layout)
     step = 0
     ordinal = 0

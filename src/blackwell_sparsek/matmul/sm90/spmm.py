@@ -22,8 +22,8 @@ row needs pass through the other program empty. A scheduler warp in the first pr
 tiles and sends their numbers to both producers.
 
 The device side of impl "sm90" of `bsk::bsr_matmul`; `spmm_launch.py` launches it. Limits: fp16 and
-bf16, block heights that are multiples of 64 (`triton/pack.py` makes lower ones so), addresses and
-strides that TMA takes.
+bf16, block heights that are multiples of 64 (`triton/pack.py` packs lower ones), addresses and
+strides that TMA accepts.
 """
 
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ class Raster(NamedTuple):
 class OperandRing(NamedTuple):
     """Tiles of A and X in shared memory and the barriers of their stages.
 
-    PAIRED: `full` and `empty` are one array, full first, two barriers of the scheduler behind it.
+    PAIRED: `full` and `empty` are one array, full first, followed by two scheduler barriers.
     """
 
     a: Any
@@ -248,7 +248,7 @@ def _schedule_pairs(counter_ptr, bars, total, CFG: gl.constexpr):
     number of another one after each that they finish.
 
     Memory order: a number comes with the transaction that completes the phase of the `sent` barrier
-    of its program, so whoever waits there sees it. There is room for one number. The scheduler
+    of its program, so a warp that waits there sees it. There is room for one number. The scheduler
     sends the next when both producers have arrived at its `read` barrier, which they do after they
     have loaded the last.
     """
@@ -268,7 +268,7 @@ def _schedule_pairs(counter_ptr, bars, total, CFG: gl.constexpr):
 
 @gluon.jit
 def _idle_warps():
-    """What warps without work do: a cluster barrier waits for all threads of the cluster."""
+    """The role of unused warps: a cluster barrier waits for all threads of the cluster."""
     cluster_barrier()
     cluster_exit_barrier()
 
@@ -489,7 +489,7 @@ def _consume(output, ring, work, epilogue, GROUP: gl.constexpr, CFG: gl.constexp
         _release(ring.empty, (step + CFG.STAGES - 1) % CFG.STAGES, tile.steps > 0, CFG)
         slot = tile.slot
         if CFG.PAIRED:
-            # pass by the stages that only the partner's row needs
+            # skip the stages that only the partner's row needs
             for _i in range(tile.steps, tile.slot):
                 stage = step % CFG.STAGES
                 mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
@@ -499,7 +499,7 @@ def _consume(output, ring, work, epilogue, GROUP: gl.constexpr, CFG: gl.constexp
 
         row = tile.row + (GROUP % CFG.a_tiles) * _ROWS
         col = tile.col + (GROUP % CFG.x_tiles) * CFG.GROUP_N
-        # the missing row of an odd number has a negative row, where TMA refuses to store
+        # with an odd number of rows the missing one is negative, where TMA cannot store
         if row >= 0:
             _store_tile(acc, row, col, slot, output, output.smem.index(GROUP), epilogue, CFG)
         ordinal += 1
@@ -515,7 +515,7 @@ def _paired_memory(a_desc, x_desc, out_desc, CFG: gl.constexpr):
 
     Addresses in the partner are computed from offsets in shared memory: CFG knows where these
     allocations lie. The barriers are one array: STAGES full, STAGES empty, and two for the number
-    of the next work tile, which lies behind them.
+    of the next work tile, which follows them.
     """
     stages: gl.constexpr = CFG.STAGES
     room: gl.constexpr = CFG.bars_room

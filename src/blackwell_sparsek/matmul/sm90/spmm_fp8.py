@@ -4,15 +4,16 @@
     out[t, f] = activation(sum over blocks b of descale[b] * sum over channels k of block b
                            x_descale[t, k / 128] * x[t, k] * A[f, k] + bias[f]) + residual[t, f]
 
-A [M, K] is block-sparse with contiguous channels, x [N, K] has contiguous channels too, as WGMMA
-takes fp8 from shared memory only with the sum along rows; out is [N, M]. What differs from `spmm`:
+A [M, K] is block-sparse with contiguous channels, and x [N, K] has contiguous channels too, because
+WGMMA accepts fp8 operands in shared memory only if K is contiguous; out is [N, M]. What differs
+from `spmm`:
 
 - Tokens are the rows of accumulators, and features their columns: a block has one scale, so that a
   thread needs the scales of two tokens for 64 rows, and not one for each of its columns.
 - Two-level sums. The tensor cores add fp8 products with fewer bits than fp32 has. The product of
   each step starts from zero, and is added to the fp32 sums, times its scales.
-- The accumulators of a step need registers of their own, so that each consumer has two parts of 64
-  tokens by 128 features, which it multiplies one after the other.
+- The product of a step needs separate registers, so each consumer has two parts of 64 tokens by 128
+  features, which it multiplies one after the other.
 
 Called as impl "sm90" of `bsk::bsr_matmul_fp8`, by `fp8_launch.py`.
 """
@@ -155,7 +156,7 @@ def _consume(output, ring, work, epilogue, scales, GROUP: gl.constexpr, CFG: gl.
             mbarrier.arrive(ring.empty.index(stage), count=1)
             factors = following
             step += 1
-        # rows of padding in the plan are negative, where TMA refuses to store
+        # rows of padding in the plan are negative, where TMA cannot store
         if tile.row >= 0:
             _store_tile(sums, tile.row, col, tile.slot, output, out_smem, epilogue, CFG)
         ordinal += 1

@@ -1,8 +1,8 @@
 """Implementation `sm90` of `bsk::bsr_matmul`: which Hopper kernel makes a product, and its launch.
 
-`matmul` takes, in this order, strips of narrow blocks or tiles of few columns where the columns are
-few, warps with a block row of 16 rows each where they should be faster, and otherwise tiles of
-blocks of at least 64 rows, packed from lower ones.
+`matmul` tries the kernels in this order: strips of narrow blocks and the kernel for few columns;
+one block row of 16 rows per warp, if that is estimated to be faster; otherwise tiles of blocks of
+at least 64 rows, into which lower ones are packed.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from .tuning import (
 )
 from .warps import launch_spmm_warps
 
-# Registers per thread the kernel is compiled for; the roles then trade them among themselves.
+# Registers per thread the kernel is compiled for; the roles then redistribute them.
 MAX_REGISTERS = 168
 # Panels of the dense operand that run together, a raster group: they share blocks through the L2
 # (50 MB) and stay in it themselves. One panel after the other read 780 MB from memory where 300
@@ -71,7 +71,7 @@ def matmul(call: MatmulCall) -> torch.Tensor:
 
 
 def _by_strips(product: RowsProduct, call: MatmulCall) -> bool:
-    """Multiply strips of narrow blocks with few columns; False where that is not for them."""
+    """Compute the product by strips of narrow blocks; False if that does not apply."""
     rows, config = product.rows, strips_config(product.problem)
     if config is None:
         return False
@@ -85,7 +85,7 @@ def _by_strips(product: RowsProduct, call: MatmulCall) -> bool:
 
 
 def _by_few_columns(product: RowsProduct, call: MatmulCall) -> bool:
-    """Multiply tiles that TMA brings with few columns; False where that is not for them."""
+    """Compute the product by the kernel for few columns; False if that does not apply."""
     rows, config = product.rows, narrow_sm90_config(product.problem)
     if config is None:
         return False
@@ -104,7 +104,7 @@ def _by_warps(product: RowsProduct, call: MatmulCall, views: Views) -> None:
     """Fill the results of one part with warps that have a block row each."""
     rows, problem = product.rows, product.problem
     config = WarpRowsConfig(OUT_TRANSPOSED=problem.dense_left, ACTIVATION=problem.activation)
-    # no row is longer than this, so none is cut
+    # no row is longer than this, so none is split
     plan = spmm_plan(rows.indptr, call.values.shape[0], rows.cols_b, rows.cols_b)
     block_w = rows.blocks.shape[2]
     per_block = block_w // WARP_ROWS
@@ -126,7 +126,7 @@ def _by_tiles(product: RowsProduct, call: MatmulCall, views: Views, x_transposed
     plan: SpmmPlan | PairPlan
     plan = spmm_plan(blocks.indptr, count, cols_b, chunk, BEARABLE_CHUNKS)
     paired = spmm_sm90_paired(problem, config)
-    # rows that were cut are too unequal to go in pairs
+    # rows that were split are too unequal to be paired
     if paired is not None and plan.n_split_rows == 0 and call.values.shape[0] > 0:
         pairs = row_pairs(blocks.indptr, blocks.indices, blocks.perm, cols_b)
         if pairs is not None:
@@ -156,7 +156,7 @@ def _tall_blocks(product: RowsProduct, values: torch.Tensor, block_h: int) -> Ta
     rows = product.rows
     height, width = rows.blocks.shape[1:]
     if values.shape[0] == 0:
-        # TMA cannot describe nothing; nothing of this is read
+        # TMA cannot describe an empty tensor; this one is never read
         empty = values.new_empty((1, *values.shape[1:]))
         return TallBlocks(empty, rows.indptr, rows.indices, rows.perm)
     if height >= block_h:
@@ -199,7 +199,7 @@ def launch_spmm_sm90(
     """
     out, x, residual = views
     m, n = out.shape
-    # the kernel does not know a batch; the second pass does
+    # the kernel has no batch dimension; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
     row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)

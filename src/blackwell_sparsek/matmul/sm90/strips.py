@@ -2,7 +2,7 @@
 """BSR times few columns on Hopper for blocks 16 columns wide: out = act(A @ x + bias) + residual.
 
 A is block-sparse [M, K], x [K, N] with contiguous columns, out [M, N], N at most 32. Blocks this
-narrow are too small for TMA copies of their own (`narrow.py`). Here a program computes a strip: 16
+narrow are too small for separate TMA copies (`narrow.py`). Here a program computes a strip: 16
 rows of one block row, the M of one `mma.sync`. Its warps split K, each with its share of the
 blocks, and their sums are added at the end in a fixed order.
 
@@ -172,7 +172,7 @@ def _spmm_strips_kernel(
     first = warp_number() * CFG.warp_blocks
     found = _find(slots_ptr, width, first, blocks, CFG)
     next_found = _find(slots_ptr, width, first + CFG.step_blocks, blocks, CFG)
-    # only the table may be read before the kernels in front have ended: it never changes
+    # only the table may be read before the previous kernels have ended: it never changes
     gdc_wait()
 
     operands = StripOperands(values_ptr, x_ptr, x_stride, n_cols)

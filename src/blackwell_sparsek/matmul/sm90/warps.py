@@ -7,7 +7,7 @@ contiguous rows; out is [M, N] or lies transposed in memory.
 WGMMA multiplies 64 rows at a time, so with blocks this low most of what it multiplies would be
 zeros. Here the work is one block row per warp: each of 16 warps multiplies only its own blocks,
 with one `mma.sync.m16n8k16` for 8 columns. X passes densely through a ring of chunks that all warps
-read, filled by a producer warp: what is fetched meets 256 rows. A warp walks its own list of
+read, filled by a producer warp: 256 rows use what is fetched. A warp walks its own list of
 blocks, moves on to the next chunk when a block lies there, and waits for no other warp
 (`device/gluon/warps.py`).
 
@@ -17,7 +17,7 @@ the same time. Tiles go in raster groups of rows whose blocks stay in L2 while X
 bottleneck is reading X from shared memory: 4 KB for each block.
 
 Part of impl "sm90" of `bsk::bsr_matmul`. Limits: fp16 and bf16, addresses and strides that TMA
-takes.
+accepts.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ HALF = gl.constexpr(HALF_COLUMNS)
 LANES = gl.constexpr(32)
 # int32 words of a fragment in all threads of a warp
 WORDS = gl.constexpr(128)
-# Registers per thread the kernel is compiled for; the producer leaves most of its own to the rest.
+# Registers per thread the kernel is compiled for; the producer gives most of its own to the others.
 MAX_REGISTERS = 96
 # Blocks of the rows of a raster group: they are read again for every panel of X, out of L2 (50 MB).
 RASTER_GROUP_BYTES = 16 * 2**20
@@ -92,7 +92,7 @@ class ChunkPlace(NamedTuple):
     phase: Any
 
 
-# Storing without a barrier of all warps.
+# Storing without a barrier over all warps.
 #
 # A thread holds pairs of neighbouring columns: four threads have 8 columns of one row, 16 bytes, so
 # each would store 4 bytes at a time. Instead the four threads exchange what they hold for 32
@@ -363,7 +363,7 @@ def _spmm_warps_kernel(
     room: gl.constexpr = count + CFG.chunk_tiles
     stages: gl.constexpr = CFG.STAGES
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], x_desc.dtype)
-    # One allocation, since `shared_address` must know where the barriers are: behind the ring, in
+    # One allocation, since `shared_address` must know where the barriers are: after the ring, in
     # the memory of another half of a chunk, because both views must be of the same size.
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [room, ROWS, HALF], tile_layout)
     bars = reinterpret(x_tiles.index(count), gl.int64, [256, 1], mbarrier.MBarrierLayout())

@@ -4,10 +4,10 @@
 A [M, K] block-sparse in blocks [BLOCK_H, BLOCK_W], x [B, K, N], out and residual [B, M, N],
 bias [M]; A and x 16 bits wide. dense @ BSR comes in as transposed views.
 
-Every block is read once and meets few columns, so the time is that of reading. One program
-computes TILE_M rows of one block row. It takes the blocks of the row for one long row of values,
-whatever the width of a block, and always has two steps of TILE_K values under way. The warps share
-out each step along K and add up their sums at the end, in a fixed order. Blocks must have sides
+Every block is read once and multiplies few columns, so reading is the bottleneck. One program
+computes TILE_M rows of one block row. It treats the blocks of the row as one long row of values,
+whatever the width of a block, and always has two steps of TILE_K values in flight. The warps split
+each step along K and add up their sums at the end, in a fixed order. Blocks must have sides
 that are multiples of 16, and zeros where they reach beyond the shape of A.
 """
 
@@ -29,7 +29,7 @@ from .tuning import NarrowConfig, narrow_config, narrow_is_even
 CHUNK = tl.constexpr(8)
 _HEADER = tl.constexpr(TABLE_HEADER)
 _THREADS_ALONG_FIRST = tl.constexpr(threads_along_first())
-# Without a limit of its own ptxas spills a few values to get below 128 or 168 registers.
+# Without an explicit limit ptxas spills a few values to get below 128 or 168 registers.
 MAX_REGISTERS = 240
 
 
@@ -68,9 +68,9 @@ class _Operands(NamedTuple):
 
 @triton.jit
 def _prefetch(ptrs, entry, ASM: tl.constexpr):
-    """Bring what lies at each pointer to the L2 cache where there is an entry.
+    """Prefetch from each pointer to L2 where there is an entry.
 
-    Writes of other kernels meet in that cache, so nothing gets stale by coming early.
+    Other kernels write through L2 too, so an early prefetch cannot become stale.
     """
     tl.inline_asm_elementwise(
         ASM, "=r,l,r", [ptrs.to(tl.int64), entry], dtype=tl.int32, is_pure=False, pack=1
@@ -79,7 +79,7 @@ def _prefetch(ptrs, entry, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _prefetch_asm(num_bytes):
-    """PTX of a prefetch: pointer $1, not where $2 is negative. $0 must be written, for nothing."""
+    """PTX of a prefetch: pointer $1, not where $2 is negative. $0 is written but unused."""
     return (
         "{ .reg .pred p; setp.ge.s32 p, $2, 0; "
         f"@p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0; }}"
@@ -97,10 +97,10 @@ def _prefetch_row(
     TILE_K: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):
-    """Bring all that this program is going to read of its blocks to the L2 cache.
+    """Prefetch everything that this program is going to read of its blocks to L2.
 
-    Each thread asks for one chunk of every step. Where blocks are stored by columns, the programs
-    of a row ask for each other's values, and together for all.
+    Each thread prefetches one chunk of every step. If blocks are stored by columns, the programs of
+    a row prefetch each other's values, and together all of them.
     """
     NUM_CHUNKS: tl.constexpr = 32 * NUM_WARPS
     STEP: tl.constexpr = TILE_M * TILE_K
@@ -112,7 +112,7 @@ def _prefetch_row(
     values_ptr += m_tile * SHARE
     offset = tl.arange(0, NUM_CHUNKS) * PREFETCHED
     entry = tl.load(row.slots_ptr + offset // SHARE, mask=offset // SHARE < row.width, other=-1)
-    # the first step does not wait to hear how many blocks there are
+    # the first step does not wait for the number of blocks
     for _ in range(0, tl.maximum(row.blocks * SHARE, 1), STEP):
         ptrs = values_ptr + (entry.to(tl.int64) * block_stride + offset % SHARE)
         _prefetch(ptrs, entry, ASM)
@@ -234,7 +234,7 @@ def _bsr_spmm_narrow_kernel(
     width,
     addends,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,  # programmatic dependent launch: start before the kernel in front has ended
+    PDL: tl.constexpr,  # programmatic dependent launch: start before the previous kernel has ended
     PREFETCH: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -259,7 +259,7 @@ def _bsr_spmm_narrow_kernel(
     slots = _load_slots(row, 0, BLOCK_W, TILE_K)
     next_slots = _load_slots(row, TILE_K, BLOCK_W, TILE_K)
 
-    # Only the table may be read ahead of other kernels: it never changes.
+    # Only the table may be read before previous kernels have ended: it never changes.
     if PREFETCH:
         _prefetch_row(
             *(values_ptr, row, m_tile, value_strides.batch),
@@ -278,7 +278,7 @@ def _bsr_spmm_narrow_kernel(
     acc = _no_sums(TILE_M, TILE_N, TILE_K, NUM_WARPS, CHUNKS_FIRST)
 
     a, x = _load_step(slots, operands, CHUNKS_FIRST)
-    # two steps under way: the loads of the next one are out before this one is waited for
+    # two steps in flight: the loads of the next one are issued before this one is waited for
     for k_next in range(TILE_K, row.blocks * BLOCK_W, TILE_K):
         next_a, next_x = _load_step(next_slots, operands, CHUNKS_FIRST)
         next_slots = _load_slots(row, k_next + TILE_K, BLOCK_W, TILE_K)
@@ -293,7 +293,7 @@ def _bsr_spmm_narrow_kernel(
 
 
 def multiplied(product: RowsProduct, bias: torch.Tensor | None, activation: str | None) -> bool:
-    """Make a product of few columns; False where it is not one, or its rows are too uneven."""
+    """Compute a product of few columns; False if it has more, or if its rows are too uneven."""
     rows = product.rows
     config = narrow_config(product.problem)
     if config is None or product.out.numel() == 0:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The second pass of a sum that programs have shared: out = parts[0] + parts[1] + ..., in order.
+"""The second pass of a sum split between programs: out = parts[0] + parts[1] + ..., in order.
 
 parts [shares, ...] in float32, out [...] in any dtype, both contiguous. One program adds TILE
 elements; that reads and writes memory once.

@@ -157,8 +157,8 @@ class NarrowConfig:
     """Tiles of BSR @ few columns: tile_m rows of a block row, all columns, steps of tile_k.
 
     tile_n is 1 for a single column, multiplied without tensor cores, or at least 16. `pdl`
-    (programmatic dependent launch) starts the kernel before the one in front of it has finished,
-    `prefetch` asks for all blocks at once; both need sm_90.
+    (programmatic dependent launch) starts the kernel before the previous one has finished,
+    `prefetch` prefetches all blocks to L2 at once; both need sm_90.
     """
 
     tile_m: int
@@ -192,7 +192,7 @@ MIN_SM_CONVERTS_FP8 = 89
 SMALLEST_SMEM = 99 * 1024
 # Triton needs a little for itself: barriers, and the exchange of layouts in the epilogue.
 RESERVED_SMEM = 2 * 1024
-# Stored values up to which they are asked for before the kernel before has ended.
+# Bytes of stored values up to which they are prefetched before the previous kernel has ended.
 PREFETCH_BYTES = 12 * 2**20
 # Up to this many columns a product is bound by reading the blocks, not by arithmetic.
 NARROW = 64
@@ -253,7 +253,7 @@ def spmm_config(problem: "BsrProblem", precision: str) -> SpmmConfig:
 def spmm_fp8_config(problem: "BsrProblem") -> SpmmConfig:
     """Tiles of `bsr_matmul_fp8`: steps lie within a block and within channels that share a scale.
 
-    The sum of a step has registers of its own, beside those of the result: 128 columns at most.
+    The sum of a step needs registers besides those of the result: 128 columns at most.
     """
     sizes = spmm_sizes(problem)
     if sizes.n <= NARROW:
@@ -285,14 +285,14 @@ def spmm_config_of(problem: "BsrProblem", precision: str, found: Tile) -> SpmmCo
 
 
 def spmm_chunk(arch: Arch, sizes: SpmmSizes, tile_m: int, tile_n: int) -> int:
-    """How many blocks one program may visit before a row is cut.
+    """How many blocks one program may visit before a row is split.
 
     Half of what a multiprocessor has to do in all: a longer item could be the last one running.
     A power of two, so that few plans exist for each pattern.
     """
     panels = cdiv(max(sizes.n, 1), tile_n) * max(sizes.batch, 1) * (sizes.block_h // tile_m)
     share = cdiv(sizes.nnz_blocks * panels, 2 * arch.num_sms)
-    # below 512 steps of the sum, the second pass costs more than the cut saves
+    # below 512 elements of the sum, the second pass costs more than the split saves
     least = max(1, 512 // sizes.block_w)
     return _power_of_two_above(max(share, least))
 
@@ -322,8 +322,8 @@ def narrow_config(problem: "BsrProblem") -> NarrowConfig | None:
     if not (1 <= sizes.n <= 16 and problem.dtype.itemsize == 2 and sm >= 80):
         return None
     pdl = sm >= 90
-    # blocks asked for ahead of their use are evicted again where they are many: 4.3 us instead of
-    # 5.1 at 7 MB, 12.6 instead of 10.5 at 26 MB
+    # if there are many, prefetched blocks are evicted before their use: 4.3 us instead of 5.1 at
+    # 7 MB, 12.6 instead of 10.5 at 26 MB
     value_bytes = sizes.nnz_blocks * sizes.block_h * sizes.block_w * problem.dtype.itemsize
     prefetch = pdl and value_bytes <= PREFETCH_BYTES
     if problem.transposed != problem.dense_left:
@@ -369,10 +369,10 @@ def _wide_tile(problem: "BsrProblem", sizes: SpmmSizes, precision: str) -> _Tile
         # both operands from shared memory, and x from L2 is what limits: wide panels
         wide = _Tile(tile_m, 256, 64, 8 if tile_m == 128 else 4, 4)
         if sm >= 100 and problem.activation is not None:
-            # all accumulators leave tensor memory at once: 256 columns would spill beside an erf
+            # all accumulators leave tensor memory at once: with an erf, 256 columns would spill
             wide = wide._replace(n=128)
     else:
-        # mma.sync needs operand registers beside the accumulators
+        # mma.sync needs operand registers besides the accumulators
         wide = _Tile(tile_m, 128, 32, 8 if tile_m == 128 else 4, 4)
     return _narrowed(wide, problem.arch, sizes)
 
@@ -397,7 +397,7 @@ def sddmm_config(problem: "BsrProblem", precision: str) -> SddmmConfig:
     tile = _fit_smem(tile._replace(k=tile_k), problem.arch, problem.dtype.itemsize)
     programs = problem.nnz_blocks * (block_h // tile.m) * (block_w // tile.n)
     steps = cdiv(problem.n, tile.k) * max(problem.batch, 1)
-    # too few tiles to fill the GPU: share out the sum, at least 16 steps to each
+    # too few tiles to fill the GPU: split the sum, with at least 16 steps in each share
     split_k = max(1, min(2 * problem.arch.num_sms // max(programs, 1), steps // 16))
     return SddmmConfig(*tile, precision, split_k)
 
