@@ -130,73 +130,73 @@ def attention(
     deterministic: bool | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over the keys that causal, window and block mask leave visible.
+    """Softmax attention with causal masks, sliding windows and block masks.
 
-    Query i sits at position `i + Sk - Sq`: the last query is aligned with the last key. `causal`,
-    `window` and `block_mask` intersect; work is done only where something is visible. A query that
-    sees nothing gives output 0, lse -inf and no gradient. NaN or inf in keys past the lengths,
-    outside every visited block, or hidden by the mask never reaches a query; on a GPU, NaN or inf
-    in a *value* row may reach the queries that share a tile with one that sees it.
+    Query i has position `i + Sk - Sq`, so the last query is aligned with the last key. A key is
+    visible if `causal`, `window` and `block_mask` all allow it, and blocks without visible keys are
+    skipped. A query that sees no key has output 0, lse -inf and zero gradients. NaN or inf in a
+    hidden key never reaches a query. On a GPU, NaN or inf in a *value* row can reach queries that
+    do not see it, if they share a tile with a query that does.
 
     Parameters
     ----------
     q : fp16, bf16, fp32, fp64 or float8_e4m3fn `[B, Hq, Sq, D]`
         Any strides with a contiguous last dimension, as for k and v. fp64 runs on `eager` and
-        `reference` only. fp8 goes for q, k and v together and has no gradients; `bsk.fp8.attention`
-        does all of it from 16-bit tensors.
+        `reference` only. If one of q, k and v is fp8, all must be; fp8 has no gradients.
+        `bsk.fp8.attention` quantizes 16-bit tensors for you.
     k : `[B, Hkv, Sk, D]`
         Query head h reads KV head `h // (Hq / Hkv)`.
     v : `[B, Hkv, Sk, Dv]`
-        D and Dv from 1 to 256. In fp8, v may instead be contiguous along its tokens.
+        D and Dv from 1 to 256. In fp8, v can be contiguous along its tokens instead.
     causal : bool
         Hide the keys after a query's position.
     window : None, int or (left, right)
-        Position p sees keys `p - left .. p + right`; None is unbounded. `n` is the n latest keys
-        including its own: `(n - 1, 0)` under causal and `(n - 1, n - 1)` otherwise.
+        Position p sees keys `p - left .. p + right`; None is unbounded. An int n means
+        `(n - 1, 0)` if causal, the latest n keys, and `(n - 1, n - 1)` otherwise.
     block_mask : BlockMask, optional
         Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1, Hkv or Hq along the heads;
-        with Hkv, query heads that share a KV head share its mask, but not on Hopper's own kernel.
+        with Hkv, query heads that share a KV head share its mask (not in the Hopper kernel).
     scale : float, optional
-        Multiplies q k^T; by default `1 / sqrt(D)`.
+        Factor of q k^T; `1 / sqrt(D)` by default.
     softcap : float, optional
         Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
     sinks : float `[Hq]`, optional
-        A logit per head that joins the softmax denominator and carries no value.
+        One logit per head that is added to the softmax denominator and has no value.
     alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
         `slope * |position - key|` is subtracted from the scores, after the softcap.
     bias : fp16, bf16, fp32 or fp64 `[B|1, Hq|1, Sq, Sk]`, optional
-        Added to the scores, after the softcap. Any strides, so that `expand` takes no memory. -inf
-        hides a key, whose value must still be finite; work is not skipped there. Neither slopes nor
-        a bias have gradients. The kernel for Hopper takes neither.
+        Added to the scores, after the softcap. Any strides, so an expanded tensor takes no memory.
+        -inf hides a key, but the key is still computed and its value must be finite. Slopes and
+        biases have no gradients, and the Hopper kernel supports neither.
     key_gate : (u, tau), optional
-        Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, Hg being 1, Hkv or Hq: for query i, exp(score) of
-        key j has the factor `clip(u[j] - tau[i], 0, 1)`. A key with factor 0 is as if hidden; u of
-        -inf has factor 0. `sparsek_causal(u, k)` gives thresholds tau under which each query keeps
-        about k keys. Work is done for keys that have a factor above 0 (on a GPU for blocks of 64 of
-        them, unless there is a `block_mask`). Gradients reach u and tau; lse includes the factors.
+        Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, where Hg is 1, Hkv or Hq. For query i, exp(score)
+        of key j is multiplied by `clip(u[j] - tau[i], 0, 1)`. A key with factor 0 is hidden, as is
+        one whose u is -inf. `sparsek_causal(u, k)` returns thresholds tau for which each query
+        keeps about k keys. Keys with factor 0 are skipped (on a GPU in blocks of 64, and only
+        without a `block_mask`). u and tau have gradients; lse includes the factors.
     q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
-        For fp8 only: what stored values are multiplied with, one for each 128 tokens in the last
-        form; 1 by default. H is Hq for queries and Hkv for keys.
+        For fp8 only: factors of the stored values, 1 by default. The last form has one factor per
+        128 tokens. H is Hq for queries and Hkv for keys.
     v_descale : fp32, one element, `[B|1, Hkv|1]` or `[B|1, Hkv|1, Dv]`, optional
-        The same for values; the last form has one for each channel.
+        The same for values; the last form has one factor per channel.
     out_dtype : torch.dtype, optional
-        For fp8 only: bf16, the default, fp16 or fp32.
+        For fp8 only: bf16 (the default), fp16 or fp32.
     out : `[B, Hq, Sq, Dv]`, dtype of q, optional
-        Where to write the output, all of it; must not overlap the inputs. There are no gradients
-        then, and it does not go with fp8.
+        A preallocated output, which must not overlap the inputs. Such a call has no gradients and
+        cannot use fp8.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
     deterministic : bool, optional
-        Whether gradients must be the same bits in every run; by default this follows
+        Whether gradients must be bitwise reproducible; by default this follows
         `torch.use_deterministic_algorithms`. The forward pass is always deterministic.
     impl : str
-        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
-        from the backward of that name; if it does not exist, `auto` chooses one.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a named implementation never falls back.
+        Gradients come from the backward of the same name or, if it has none, from `auto`.
 
     Returns
     -------
     out : `[B, Hq, Sq, Dv]`, dtype of q, or `out_dtype` for fp8
-        Contiguous, or laid out as q when q is a transposed `[B, S, H, D]`.
+        Contiguous, or in the layout of q if q is a transposed `[B, S, H, D]`.
     lse : fp32 `[B, Hq, Sq]`
         Natural logarithm; only with `return_lse`. fp64 for fp64 inputs. Differentiable.
 
@@ -331,7 +331,7 @@ def attention_varlen(
     """Attention within each of several packed sequences; see `attention` for the options.
 
     Sequence b owns queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` and keys likewise, and is a
-    separate problem: positions and alignment count inside it. Lengths may be 0. Only the
+    separate problem with its own positions and alignment. Lengths can be 0. Only the
     implementations that read `cu_seqlens_*` on the host check its values (`eager`, which waits for
     the device to do so, and `reference`).
 

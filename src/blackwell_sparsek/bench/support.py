@@ -84,13 +84,13 @@ KERNELS = (
     Kernels(
         "attention backward, one kernel",
         "sm90",
-        "its gradients",
+        "gradients of attention",
         lambda arch: attention_sm90.why_not_backward(attention_problem(arch)),
     ),
     Kernels(
         "attention backward, split",
         "sm90",
-        "its gradients, masks with key blocks of 64",
+        "gradients under masks with key blocks of 64",
         lambda arch: attention_sm90.why_not_backward(attention_problem(arch, mask_block=(64, 64))),
     ),
     Kernels(
@@ -99,12 +99,15 @@ KERNELS = (
         "few queries over a KV cache, contiguous or paged",
         lambda arch: decode.why_not_sm90(decode_problem(arch)),
     ),
-    Kernels("products, wide", "sm90", "products with many columns", _product(128, 4096)),
+    Kernels("products, wide", "sm90", "many columns", _product(128, 4096)),
     Kernels(
-        "products, pairs", "sm90", "the same where two block rows share columns", _product(64, 8192)
+        "products, pairs",
+        "sm90",
+        "many columns, two block rows at a time",
+        _product(64, 8192),
     ),
-    Kernels("products, narrow", "sm90", "products with few columns", _product(128, 16)),
-    Kernels("products, strips", "sm90", "the same for blocks 16 wide", _product(16, 16)),
+    Kernels("products, narrow", "sm90", "few columns", _product(128, 16)),
+    Kernels("products, strips", "sm90", "few columns, blocks 16 wide", _product(16, 16)),
     Kernels("products, warps", "sm90", "many columns, blocks 16 high", _product(16, 8192)),
     Kernels(
         "portable attention",
@@ -127,7 +130,7 @@ KERNELS = (
     Kernels(
         "portable helpers",
         "triton",
-        "merged states, KV caches and the choice of their pages",
+        "merge_states, KV cache updates, page selection",
         lambda arch: why_not_portable(arch, torch.bfloat16),
     ),
 )

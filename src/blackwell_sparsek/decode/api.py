@@ -103,19 +103,19 @@ def attention_decode(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the latest queries of each sequence over its cache.
+    """Attention of the latest few queries of each sequence over its KV cache.
 
-    Query i of Sq sits at position `cache_seqlens[b] - Sq + i`: the keys and values of the queries
-    are already in the cache. Lengths, tables and lists are read on the device, so a CUDA graph may
-    be replayed after any of them has changed, and nothing waits for the host. Results are the same
-    bits in every run. There is no derivative.
+    Query i of Sq has position `cache_seqlens[b] - Sq + i`: the keys and values of the queries must
+    already be in the cache. Lengths, tables and lists are read on the device and the host never
+    waits, so you can replay a CUDA graph after changing them. Results are bitwise reproducible.
+    There are no gradients.
 
-    Made for a few queries, 1 to 16: the cache is read once for every 64 rows (queries times query
-    heads of a KV head). Longer chunks of a prompt run faster as
+    Use it for 1 to 16 queries: the cache is read once for every 64 rows (queries times query heads
+    per KV head). Longer chunks of a prompt run faster as
     `bsk.attention(q, k_cache[:, :, :n], v_cache[:, :, :n], causal=True)` on a contiguous cache.
 
-    Workspace: at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths. The stream keeps up
-    to 8 MiB of it for later calls.
+    The workspace takes at most `4 * SMs * 64 * (Dv + 2)` floats, whatever the lengths. Each stream
+    keeps up to 8 MiB of it for later calls.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def attention_decode(
     k_cache : `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with `page_table`
         dtype of q, or float8_e4m3fn. Slots past the lengths are not read.
     v_cache : as k_cache, with Dv in place of D
-        Its strides may differ from those of k_cache; both may be views of one tensor. For a latent
+        Its strides can differ from those of k_cache; both can be views of one tensor. For a latent
         cache (MLA with absorbed weights) it is `k_cache[..., :512]` of keys with D 576.
     cache_seqlens : int32 `[B]`
         Keys of each sequence, at most S or `max_pages * page_size`; 0 gives output 0, lse -inf.
@@ -134,26 +134,26 @@ def attention_decode(
         before a window or not listed are not read. Page sizes that divide 64 or are a multiple of
         it are fastest.
     kv_blocks : int32 `[B, Hkv, n]`, optional
-        Sparse decoding: the blocks to read, in any order, -1 for none. Block j holds the positions
+        Sparse decoding: the blocks to read, in any order; -1 for none. Block j holds the positions
         from `j * kv_block_size` on: with pages, page j of the sequence. Length, causal and window
-        apply within blocks too. A block that is listed twice counts twice.
+        also apply within blocks. A block that is listed twice counts twice.
     kv_block_size : int, optional
-        Tokens of a block of a contiguous cache; pages have their own.
+        Tokens per block of a contiguous cache; with pages, a block is a page.
     causal : bool
         Hide the keys after a query's position.
     window : None, int or (left, right)
         As in `attention`; keys before it are not read.
     scale, softcap, sinks : as in `attention`
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
-        Factors of the numbers in an fp8 cache; 1 by default.
+        Factors of the values stored in an fp8 cache; 1 by default.
     alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
         `slope * |position - key|` is subtracted from the scores, after softcap.
     out : `[B, Hq, Sq, Dv]`, optional
-        Where to write the output, all of it; must not overlap the inputs.
+        A preallocated output, which must not overlap the inputs.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included; see `merge_states`.
     impl : str
-        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a named implementation never falls back.
 
     Returns
     -------
@@ -163,8 +163,8 @@ def attention_decode(
 
     Notes
     -----
-    A length, page or block that is out of range never leads to a read. Kernels cannot raise from
-    the device, so they set the outputs and lse that depend on it to NaN. `eager` and `reference`,
+    An out-of-range length, page or block is never read. `triton` cannot raise from
+    the device, so it sets the outputs and lse that depend on it to NaN. `eager` and `reference`,
     which wait for the device anyway, raise `InvalidInput`, and so does `check_decode_inputs`.
 
     Examples
@@ -246,8 +246,8 @@ def check_decode_inputs(
 
     Besides shapes and dtypes this checks the values: lengths are within the cache, the pages and
     blocks that would be read are within range, and no block is listed twice for one KV head. It
-    copies them to the host and waits for the device, so use it for debugging and for tables from
-    outside, not in every step.
+    copies them to the host and waits for the device, so use it for debugging and for untrusted
+    tables, not in every step.
 
     Parameters
     ----------

@@ -46,8 +46,9 @@ class BlockMask:
     visible), full (every existing element visible) or partial (a bit per element). Batch and heads
     may each be 1, which broadcasts.
 
-    Most masks come from `from_dense`, `from_element_mask`, `from_flex` or `bsk.masks`; this
-    constructor takes the lists themselves, copies and checks them, and waits for the device.
+    Create a mask with `from_dense`, `from_element_mask`, `from_function`, `from_flex` or
+    `bsk.masks`. This constructor takes the index lists, copies and checks them, and waits for the
+    device.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class BlockMask:
     block_size : int or (bq, bk)
         Sides among 16, 32, 64, 128, 256.
     batch, heads : int
-        How many masks there are.
+        Number of masks along each; 1 broadcasts.
     partial_end : int32 `[rows]`, optional
         End of the partial entries of each row. None: all blocks are full.
     bits_id : int32 `[nnz]`, optional
@@ -200,7 +201,7 @@ class BlockMask:
         block_size: int | IntPair,
         seq_lengths: int | IntPair | None = None,
     ) -> "BlockMask":
-        """Keep whole blocks.
+        """Create a mask from one bool per block.
 
         Parameters
         ----------
@@ -259,7 +260,7 @@ class BlockMask:
     @classmethod
     @usable_in_training
     def from_element_mask(cls, visible: torch.Tensor, block_size: int | IntPair) -> "BlockMask":
-        """Keep single elements: blocks become absent, partial or full as their elements say.
+        """Create a mask from one bool per element; blocks become absent, partial or full.
 
         Parameters
         ----------
@@ -324,7 +325,7 @@ class BlockMask:
         heads: int = 1,
         device: torch.device | str = "cpu",
     ) -> "BlockMask":
-        """Keep the elements for which a function says so, written as for FlexAttention.
+        """Create a mask from a `mask_mod` function as in FlexAttention.
 
         Parameters
         ----------
@@ -370,7 +371,7 @@ class BlockMask:
     __iter__ = None
 
     def to_svg(self, batch: int = 0, head: int = 0, *, pixels: int = 512) -> str:
-        """A picture of one mask as SVG: kept blocks dark, partial ones light.
+        """Draw one mask as SVG: full blocks dark, partial blocks light.
 
         Examples
         --------

@@ -87,10 +87,10 @@ def matmul(
     """Multiply with a block-sparse matrix: `activation(a @ b + bias) + residual`.
 
     At least one of `a` and `b` is a `BSRMatrix`. Work and memory are proportional to its stored
-    blocks, unless `auto` estimates that densifying the matrix and multiplying the result is faster
-    (`explain` shows both estimates). A block that is not stored contributes nothing if the dense
-    operand is finite. NaN and inf may spread to rows that do not store the block if blocks are
-    joined: in the dense product, and on a GPU for blocks of fewer than 64 rows.
+    blocks, unless `auto` estimates that it is faster to densify the matrix (`explain` shows both
+    estimates). A block that is not stored contributes nothing, as long as the dense operand is
+    finite. NaN and inf in the dense operand can also reach rows that do not store the block: in the
+    dense product, and on a GPU for blocks of fewer than 64 rows.
 
     Parameters
     ----------
@@ -121,13 +121,14 @@ def matmul(
 
     Notes
     -----
-    Gradients flow to both operands, bias and residual; that of a BSRMatrix is computed at its
-    stored blocks only and goes to its `storage`. The product of two BSRMatrix synchronises with the
-    device to learn which blocks the result has, and the eager implementation on a GPU does so once
-    per pattern; nothing else does. Products in fp8 have no gradients; `BSRMatrix.to_fp8` makes the
-    matrix, and `bsk.fp8.matmul` rounds activations on the way.
+    Both operands, bias and residual have gradients. That of a BSRMatrix is computed at its
+    stored blocks only and accumulates in its `storage`. The product of two BSRMatrix synchronizes
+    with the device to find out which blocks the result has, and the eager implementation on a GPU
+    does so once per pattern; nothing else does. Products in fp8 have no
+    gradients; `BSRMatrix.to_fp8` makes the matrix, and `bsk.fp8.matmul` also quantizes the
+    activations.
 
-    `w @ x` and `x @ w` mean the same as this function. Inside `torch.compile` call the function:
+    `w @ x` and `x @ w` call this function. Inside `torch.compile` call the function:
     dynamo (torch 2.13) does not trace the operator `@` between a tensor and another object.
 
     Examples
@@ -226,9 +227,9 @@ def sddmm(
     ----------
     a : Tensor [..., M, K], float16, bfloat16, float32 or float64
     b : Tensor [..., K, N], same dtype and leading dimensions
-        Leading dimensions are summed, as the gradient of a weight needs. Strides as in `matmul`.
+        Leading dimensions are summed over, as for the gradient of a weight. Strides as in `matmul`.
     pattern : BSRPattern or BSRMatrix of shape (M, N)
-        Of a BSRMatrix only the pattern is used.
+        Only the pattern of a BSRMatrix is used.
     out_dtype : dtype of the result, such as float32 for sums of gradients; that of the operands by
         default
     impl : "auto", or one implementation by name, which never falls back (see `explain`)

@@ -33,7 +33,7 @@ def shrink_(
     optimizer : torch.optim.Optimizer, optional
         One that holds `layer.values`. The new Parameter replaces the old one in its group and keeps
         the state of each remaining block (momenta, second moments, step counts), so that training
-        continues as if the dropped blocks had never existed. Without it, make a new optimiser.
+        continues as if the dropped blocks had never existed. Without it, create a new optimizer.
     norm, per_row : as in `block_magnitude`
 
     Examples
@@ -110,7 +110,7 @@ def _is_per_block(x: object, values: torch.Tensor) -> bool:
 class GradualPruner:
     """Raise the sparsity of the block-sparse layers of a model while it trains.
 
-    Call `step()` after each step of the optimiser. Each layer gets the sparsity of the schedule; a
+    Call `step()` after each optimizer step. Each layer gets the sparsity of the schedule; a
     layer that is already sparser stays as it is.
 
     Parameters

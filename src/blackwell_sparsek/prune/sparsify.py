@@ -100,7 +100,7 @@ def sparsify_(
     Parameters
     ----------
     model : torch.nn.Module
-        Make optimisers afterwards: they hold parameters.
+        Create the optimizer afterwards, because pruning replaces parameters.
     block_shape : int or (bh, bw), outputs by inputs
     sparsity : float in [0, 1]
         Fraction of blocks to drop, the same in each layer. 0 drops nothing, as a start for

@@ -177,18 +177,18 @@ def attention_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of several packed sequences, over packed keys or over a KV cache.
 
-    Sequence b owns the queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]`, and is a separate problem:
-    positions and alignment count inside it. Its keys are
+    Sequence b owns the queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` and is a separate problem
+    with its own positions and alignment. Its keys are either
 
-    - packed too, `k[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]`; or
-    - the first `cache_seqlens[b]` of its cache, those of its queries included: decoding steps,
-      chunks of prompts and whole prompts together in one call.
+    - packed too: `k[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]`; or
+    - the first `cache_seqlens[b]` keys of its cache, including those of its queries. One call can
+      mix decoding steps, chunks of prompts and whole prompts.
 
-    Lengths may be 0. Packed keys without the options marked (*) have gradients and take a
-    `block_mask`; everything else has no derivative, and is computed without waiting for the device:
-    lengths, offsets, tables and lists are read there, so a CUDA graph may be replayed after any of
-    them has changed, within `max_seqlen_q` and the shapes. Long sequences are split over all
-    programs of a launch. Results are the same bits in every run.
+    Lengths can be 0. Gradients and `block_mask` are available for packed keys without the options
+    marked (*). All other calls have no gradients and never wait for the device: lengths, offsets,
+    tables and lists are read there, so you can replay a CUDA graph after changing them, within
+    `max_seqlen_q` and the shapes. Long sequences are split over all programs of a launch. Results
+    are bitwise reproducible.
 
     Parameters
     ----------
@@ -211,22 +211,23 @@ def attention_varlen(
         Page j of sequence b is `k[page_table[b, j]]`. Entries past the length or outside of the
         band are not read.
     kv_blocks : int32 `[B, Hkv, n]`, optional
-        (*) Sparse attention: the only blocks that a sequence reads, in any order, -1 for none.
+        (*) Sparse attention: the blocks that a sequence reads, in any order; -1 for none.
         Block j holds the positions from `j * kv_block_size` on: with pages, page j.
     kv_block_size : int, optional
         Tokens of a block of `kv_blocks`; pages have their own.
     cache_batch_idx : int32 `[B]`, optional
         Which row of a contiguous cache holds a sequence; by default row b.
     seqused_q, seqused_k : int32 `[B]`, optional
-        (*) How many of its queries, and of its packed keys, a sequence uses: the first ones. The
-        output of the other queries is 0.
+        (*) The number of queries, and of packed keys, that a sequence uses, counted from its first.
+        The output of the other queries is 0.
     leftpad_k : int32 `[B]`, optional
-        (*) The first key of a sequence; those before it do not exist, but count as positions.
+        (*) The index of the first key of a sequence. Keys before it are hidden, but still count as
+        positions.
     causal, window : as in `attention`
     chunk : int, optional
-        (*) Chunked attention: position p sees only keys of its own chunk, `p // chunk`.
+        (*) Chunked attention: position p sees only the keys of chunk `p // chunk`.
     align : `bottom_right` or `top_left`
-        Whether the last query sits at the position of the last key, or (*) the first at the first.
+        Align the last query with the last key, or (*) the first query with the first key.
     block_mask : BlockMask, optional
         Made for `(max_seqlen_q, max_seqlen_k)`, with 1 or B masks along the batch, indexed by
         positions inside each sequence. For packed keys without (*).
@@ -235,23 +236,22 @@ def attention_varlen(
         `slope * |position - key|` is subtracted from the scores, after softcap; slopes themselves
         have no gradient.
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
-        Factors of the numbers in an fp8 cache; 1 by default.
+        Factors of the values stored in an fp8 cache; 1 by default.
     q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
-        Factors of the numbers in packed q, k and v that are all float8_e4m3fn, as in `attention`.
+        Factors of the values in packed q, k and v that are all float8_e4m3fn, as in `attention`.
     out_dtype : torch.dtype, optional
         For packed float8_e4m3fn only: bf16, the default, fp16 or fp32.
     out : `[Tq, Hq, Dv]`, optional
-        Where to write the output, all of it; must not overlap the inputs. There are no gradients
-        then.
+        A preallocated output, which must not overlap the inputs. Such a call has no gradients.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks and slopes included.
     batch_invariant : bool
-        (*) Make the bits of a sequence independent of the other sequences of the call and of
-        `max_seqlen_q`: long sequences are then not split.
+        (*) Make the result of a sequence bitwise independent of the other sequences and of
+        `max_seqlen_q`. Long sequences are then not split.
     deterministic : bool, optional
-        As in `attention`; concerns gradients only.
+        As in `attention`; affects gradients only.
     impl : str
-        `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back.
+        `auto`, `reference`, `eager`, `triton` or `sm90`; a named implementation never falls back.
 
     Returns
     -------
@@ -261,10 +261,10 @@ def attention_varlen(
 
     Notes
     -----
-    With a cache, a length, page, block or row out of range never leads to a read: `triton` sets the
+    With a cache, an out-of-range length, page, block or row is never read. `triton` sets the
     outputs and lse that depend on it to NaN; `eager` and `reference`, which wait for the device
-    anyway, raise `InvalidInput`. Packed keys without (*): only `eager` and `reference` check the
-    values of `cu_seqlens_*`.
+    anyway, raise `InvalidInput`. For packed keys without (*), only `eager` and `reference` check
+    the values of `cu_seqlens_*`.
 
     Examples
     --------

@@ -43,13 +43,13 @@ def select_keys(
     lists: int | None = None,
     impl: str = "auto",
 ) -> KeySelection:
-    """Choose the keys, or entries of keys, whose scores are highest for each query token.
+    """Select, for each query token, the keys or entries of keys with the highest scores.
 
     The score of key j is `sum_h weights[h] * activation(q_index[h] . k_index[j])` over the index
     heads of a list; that of an entry is the largest or the mean score of its keys that the query
-    sees. Scores are computed in fp32 (fp64 for fp64), some queries at a time. Of
-    equal scores the lower entry is taken, so every run chooses the same. There is no derivative:
-    train an indexer through `gate` of `sparse_attention`, or by a loss on its scores.
+    sees. Scores are computed in fp32 (fp64 for fp64), some queries at a time. Ties go
+    to the lower entry, so every run selects the same entries. The selection has no gradient:
+    train an indexer through the `gate` of `sparse_attention`, or with a loss on its scores.
 
     DSA: `weights` and `activation="relu"`, granularity 1. MSA: one index head for each KV head,
     `pool="max"`, granularity 128. MoBA: `pool="mean"`, `force_last=1`.
@@ -72,11 +72,11 @@ def select_keys(
         Take entries until their share of the softmax over all scores reaches this; with `top_k`, at
         most that many. One of the two is required.
     force_first, force_last : int
-        Always take the first, or latest, so many entries that a query sees; they count in `top_k`.
+        Always take this many of the first, or latest, visible entries; they count in `top_k`.
     causal : bool
         Hide the keys after a query's position, `i + Tk - Tq`.
     lists : int, optional
-        Index heads are added up in so many groups, each with a list of its own: by default 1 with
+        Number of groups whose index heads are summed; each group has one list. By default 1 with
         `weights`, else Hi.
     impl : str
         `auto`, `reference`, `eager` or `triton`; a name never falls back.

@@ -102,12 +102,12 @@ def sparse_attention(
     deterministic: bool | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each query token over the keys that it chose.
+    """Attention of each query token over the keys that it selected.
 
-    One softmax over the chosen keys, the window beside them and the sink. A key that is both chosen
-    and in the window counts once. Query i of Sq sits at position `i + Sk - Sq`. A query that sees
-    nothing gives output 0, lse -inf and zero gradients. Gradients exist for q, k, v, the sinks and
-    the gate, except through pages; they are the same bits in every run.
+    One softmax covers the selected keys, the window and the sink. A key that is both selected and
+    in the window counts once. Query i of Sq has position `i + Sk - Sq`. A query that sees
+    nothing has output 0, lse -inf and zero gradients. q, k, v, the sinks and the gate have
+    gradients, except with pages; gradients are bitwise reproducible.
 
     Keys and queries are dense; or packed, with all four of `cu_seqlens_*` and `max_seqlen_*`; or
     queries are dense and keys lie in pages, with `page_table` and `cache_seqlens`.
@@ -128,7 +128,7 @@ def sparse_attention(
         Keys near the position of a query that it sees besides the chosen ones, as in `attention`;
         None adds nothing.
     sinks : float `[Hq]`, optional
-        A logit per head that joins the softmax denominator and carries no value.
+        One logit per head that is added to the softmax denominator and has no value.
     gate : float `[B, Hs, Tq, K]`, optional
         A factor, at least 0, of exp(score) for the keys of each entry of the selection, in its
         order. An entry with gate 0 is as if it were not chosen, except that its gate still has a
@@ -139,7 +139,7 @@ def sparse_attention(
     return_lse : bool
         Also return the logarithm of the softmax denominator, sinks and gates included.
     deterministic : bool, optional
-        Taken for symmetry with `attention`: every implementation is deterministic.
+        Accepted for symmetry with `attention`: every implementation is deterministic.
     impl : str
         `auto`, `reference`, `eager`, `triton` or `sm90`; a name never falls back. Gradients come
         from the backward of that name; that of `sm90` has head dimensions up to 128, and takes the

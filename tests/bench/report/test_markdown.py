@@ -55,9 +55,9 @@ def test_a_document_as_tables():
     assert tables.matmul_tables(_document()).splitlines() == [
         "**matmul founding** (H200, torch 2.11, triton 3.6, commit 0123456789)",
         "",
-        "| case, single calls, cold L2 | ran | bsk ms | dense ms "
-        "| faster than dense | best sparse peer ms "
-        "| faster than it | executed TFLOP/s | dense-equivalent TFLOP/s |",
+        "| case, single calls, cold L2 | implementation | bsk ms | dense ms "
+        "| speedup over dense | best sparse peer ms "
+        "| speedup over peer | executed TFLOP/s | dense-equivalent TFLOP/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| 8192^3 | sm90 | 0.431 | 1.5 | 3.48x | 0.9 (torch_bsr) | 2.09x | 561 | 2551 |",
         "",
@@ -70,7 +70,7 @@ def test_graph_times_have_a_table_of_their_own():
     ours = document["cases"][0]["peers"]["bsk"]
     ours["times"]["graph"] = ours["times"]["eager"]
     text = tables.matmul_tables(document)
-    assert text.count("| 8192^3 |") == 2 and "case, in a CUDA graph" in text
+    assert text.count("| 8192^3 |") == 2 and "case, CUDA graph, cold weights" in text
 
 
 def test_crossovers():
@@ -97,7 +97,7 @@ def test_a_sweep_is_one_table_over_the_sparsity():
     other = _document()["cases"][0] | {"name": "another"}
     text = tables.matmul_tables(_document(suite="matmul_square") | {"cases": [*cases, other]})
     assert text.splitlines()[2:11] == [
-        "| faster than dense (bsk ms), single calls, cold L2 "
+        "| speedup over dense (bsk ms), single calls, cold L2 "
         "| 50% sparse | 78% sparse | 90% sparse |",
         "| --- | ---: | ---: | ---: |",
         "| 4096 x 4096 x 4096, blocks 128x16 |  | 3.48x (0.431 ms) |  |",
@@ -105,7 +105,7 @@ def test_a_sweep_is_one_table_over_the_sparsity():
         "| 8192 x 8192 x 8192, blocks 128x16 |  | 3.48x (0.431 ms) |  |",
         "| 8192 x 8192 x 8192, blocks 16x16 | 3.48x (0.431 ms, dense) |  | 3.48x (0.431 ms) |",
         "",
-        "dense: `auto` took the dense product.",
+        "*dense* marks cases in which `auto` ran the dense product.",
         "",
     ]
     assert "| another | sm90 | 0.431 |" in text and "8192 0.1" not in text
@@ -113,7 +113,7 @@ def test_a_sweep_is_one_table_over_the_sparsity():
 
 def test_of_many_cases_without_time_a_few_are_named():
     text = tables.matmul_tables(_document(left_out=["a", "b"]))
-    assert text.endswith("Left out for lack of time: a, b.")
+    assert text.endswith("Skipped for lack of time: a, b.")
     text = tables.matmul_tables(_document(left_out=[f"c{i}" for i in range(99)]))
     assert text.endswith("c6, c7 and 91 more.")
 
@@ -155,7 +155,10 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
         path = tmp_path / f"benchmarks/results/matmul_{suite}.json"
         path.write_text(json.dumps(_document() | {"suite": f"matmul_{suite}"}))
     tables.write_pages(tmp_path)
-    caption = "Times faster than the same without sparsity, mode eager; below 1, dense wins."
+    caption = (
+        "Speedup over the same computation without sparsity, single calls; "
+        "below 1, dense is faster."
+    )
     link = f"![{caption}](docs/plots/matmul_founding.svg)"
     assert readme.read_text() == _readme(f"\n\n{link}\n\n")  # 8192^3 is no headline
     lines = summary([_document(), _document() | {"suite": "matmul_square"}])

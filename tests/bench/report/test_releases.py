@@ -26,6 +26,6 @@ def test_cases_are_compared_with_the_oldest_release(tmp_path):
     assert releases_page(tmp_path) == {}
     _write(tmp_path, "3.9.0", {"a": 1.0, "b": 0.5, "d": 1.0})
     text = releases_page(tmp_path)[PAGE]
-    assert "A GPU, torch 2.11. Time of each case with Triton 3.9.0 over" in text
+    assert "A GPU, torch 2.11. Each ratio is the time of a case with Triton 3.9.0 divided" in text
     assert "## 3.10.0\n\n| suite | cases |" in text
     assert "| decode, single calls, cold L2 | 2 | 0.75 | 0.50 | 1 |\n\n- 0.50 decode: b\n" in text

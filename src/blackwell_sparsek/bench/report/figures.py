@@ -100,6 +100,16 @@ def least_bytes(problem: Any) -> float | None:
 
 
 MODES = ("graph", "eager", "sustained", "host", "reported")
+# How a case was timed, in words.
+MODE_NAMES = {
+    "eager": "single calls",
+    "graph": "CUDA graph",
+    "sustained": "sustained",
+    "host": "host time",
+    "reported": "wall clock",
+}
+# How the caption of a comparison with the dense computation begins.
+OVER_DENSE = "Speedup over the same computation without sparsity"
 # These do more work than the others, so their TFLOP/s would be high and meaningless.
 DENSE_PEERS = ("dense", "sdpa_dense", "dense_packed_k")
 
@@ -180,8 +190,7 @@ def _bars(document: dict[str, Any], mode: str, colours: Colours, width: float) -
         if bars:
             groups.append((case["name"], bars))
     better = "higher" if unit == "tflops" else "lower"
-    how = "wall clock" if mode == "reported" else f"mode {mode}"
-    caption = f"{_in_words(unit, written)} by case, {how}; {better} is better."
+    caption = f"{_in_words(unit, written)} by case, {MODE_NAMES[mode]}; {better} is better."
     caption += " Whiskers span the quartiles."
     return _bar_figure(caption, groups, colours, bar_chart(groups, written, colours, width))
 
@@ -210,7 +219,7 @@ def _faster_than_dense(
         ]
         if bars:
             groups.append((case["name"], bars))
-    caption = f"Times faster than the same without sparsity, mode {mode}; below 1, dense wins."
+    caption = f"{OVER_DENSE}, {MODE_NAMES[mode]}; below 1, dense is faster."
     drawn = bar_chart(groups, "times", colours, width, level=1.0)
     return _bar_figure(caption, groups, colours, drawn)
 
@@ -287,7 +296,7 @@ def _over_length(
                 x_names=_length_names(cases),
             )
             pictures.append(line_chart(plot, colours, _half(width)))
-    caption = f"{_in_words(unit, written)} over the sequence length, mode {mode}."
+    caption = f"{_in_words(unit, written)} by sequence length, {MODE_NAMES[mode]}."
     return [Figure(caption, pictures, shown)] if pictures else []
 
 
@@ -326,7 +335,7 @@ def _speedup_over_length(cases: list[dict[str, Any]], mode: str, width: float) -
     if not lines:
         return []
     plot = Plot(
-        "against the best other peer",
+        "speedup over the best peer",
         "sequence length",
         "times faster",
         lines,
@@ -334,7 +343,7 @@ def _speedup_over_length(cases: list[dict[str, Any]], mode: str, width: float) -
         level=1.0,
         x_names=_length_names(cases),
     )
-    caption = f"Speed-up over the best other peer by sequence length, mode {mode}; above 1 we win."
+    caption = f"Speedup over the best peer by sequence length, {MODE_NAMES[mode]}."
     return [Figure(caption, [line_chart(plot, shown, width)], shown)]
 
 
@@ -343,7 +352,7 @@ def _speedup_over_density(cases: list[dict[str, Any]], mode: str, width: float) 
 
     A sweep has a plot for each size, with a curve for each block shape.
     """
-    by_size: dict[str, list[dict[str, Any]]] = {"against the dense product": cases}
+    by_size: dict[str, list[dict[str, Any]]] = {"speedup over the dense product": cases}
     if is_sweep(case["problem"] for case in cases):
         by_size = _by_size(cases)
     pictures: list[str] = []
@@ -357,7 +366,8 @@ def _speedup_over_density(cases: list[dict[str, Any]], mode: str, width: float) 
             plot = Plot(title, "% sparse", "times faster", sparsities, level=1.0)
             each = width if len(by_size) == 1 else _half(width)
             pictures.append(line_chart(plot, shown, each))
-    caption = f"Speed-up over the dense product by sparsity, mode {mode}; dense wins below 1."
+    words = f"{MODE_NAMES[mode]}; below 1, dense is faster"
+    caption = f"Speedup over the dense product by sparsity, {words}."
     return [Figure(caption, pictures, shown)] if pictures else []
 
 
@@ -379,19 +389,20 @@ def _crossings(document: dict[str, Any], width: float) -> list[Figure]:
         name = "x".join(map(str, curve["block"]))
         lines.append(Line(name, [(100 * d, ratio) for d, ratio in curve["speedups"]]))
         if curve.get("density"):
-            meetings.append(f"{name} at {curve['density']:.0%}")
+            meetings.append(f"{curve['density']:.0%} for {name}")
     if not lines:
         return []
     shown = {line.name: i for i, line in enumerate(lines)}
     plot = Plot(
-        "stored blocks against the dense product",
+        "stored blocks compared with the dense product",
         "% of blocks stored",
         "times faster",
         lines,
         level=1.0,
     )
-    caption = "Where dense takes over: " + (", ".join(meetings) or "nowhere that was measured")
-    return [Figure(f"{caption}.", [line_chart(plot, shown, width)], shown)]
+    limits = ", ".join(meetings) or "none that was measured"
+    caption = f"Density above which the dense product is faster: {limits}."
+    return [Figure(caption, [line_chart(plot, shown, width)], shown)]
 
 
 def _roof(document: dict[str, Any], mode: str, colours: Colours, width: float) -> list[Figure]:
@@ -408,6 +419,6 @@ def _roof(document: dict[str, Any], mode: str, colours: Colours, width: float) -
     if peak is None or not spots:
         return []
     shown = {spot.peer: colours.get(spot.peer, 0) for spot in spots}
-    caption = f"Under the roof of the data sheet, mode {mode}; every byte counted once."
+    caption = f"Roofline of the data sheet, {MODE_NAMES[mode]}; every byte is counted once."
     picture = roofline(spots, peak.tflops, peak.terabytes, colours, width)
     return [Figure(caption, [picture], shown)]

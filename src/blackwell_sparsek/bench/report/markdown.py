@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...core.errors import InvalidInput
 from .. import results
 from . import support
-from .figures import Figure, figures_of, is_sweep, product_of
+from .figures import MODE_NAMES, OVER_DENSE, Figure, figures_of, is_sweep, product_of
 from .page import STANDALONE, colours_of, standalone
 from .releases import releases_page
 from .tables import (
@@ -48,11 +48,11 @@ HEADLINES = (
     ("decode", "B16 S8k H32:8 D128, pages of 64", "graph"),
 )
 HEADLINE_HEAD = (
-    "suite, case, timed how",
+    "suite: case, timing mode",
     "ours",
     "best peer",
-    "faster than it",
-    "faster than dense",
+    "speedup over peer",
+    "speedup over dense",
 )
 
 
@@ -77,7 +77,7 @@ def _headline_row(suite: str, case: dict[str, Any], mode: str) -> Iterator[list[
         return
     best = ratio.get("best_peer")
     yield [
-        f"{suite.replace('_', ' ')}: {case['name']}, {MODES[mode]}",
+        f"{suite.replace('_', ' ')}: {case['name']}, {MODE_NAMES[mode]}",
         _headline_time(times["bsk"]),
         f"{_headline_time(times[best])} ({best})" if best else "",
         times_faster(ratio["over_best_peer"]) if best else "",
@@ -96,7 +96,7 @@ def _headline_time(figures: dict[str, Any]) -> str:
 # Losses: every suite in which somebody is faster, by its worst case.
 
 RATIOS = ("over_best_peer", "over_dense")
-LOSS_HEAD = ("suite, worst case, timed how", "cases lost", "ours", "faster", "ours against it")
+LOSS_HEAD = ("suite: worst case, timing mode", "slower cases", "ours", "fastest", "our speedup")
 
 
 def _loses(ratio: float) -> bool:
@@ -132,7 +132,7 @@ def _loss_row(document: dict[str, Any]) -> Iterator[list[str]]:
     if lost:
         worst = min(lost)
         yield [
-            f"{document['suite'].replace('_', ' ')}: {worst.case}, {MODES[worst.mode]}",
+            f"{document['suite'].replace('_', ' ')}: {worst.case}, {MODE_NAMES[worst.mode]}",
             f"{len(lost)} of {len(lowest)}",
             worst.ours,
             worst.other,
@@ -155,19 +155,12 @@ def _compared(case: dict[str, Any], mode: str, ratio: dict[str, Any], key: str) 
 
 # The summary: the ratios of each suite, and its worst case.
 
-MODES = {
-    "eager": "single calls",
-    "graph": "CUDA graph",
-    "sustained": "sustained",
-    "host": "host time",
-    "reported": "wall clock",
-}
 SUMMARY_HEAD = (
-    "suite, timed how",
+    "suite, timing mode",
     "cases",
-    "against the best peer: worst, median, best",
-    "worst where",
-    "against dense: worst, median, best",
+    "speedup over best peer: worst, median, best",
+    "worst case",
+    "speedup over dense: worst, median, best",
 )
 
 
@@ -178,7 +171,7 @@ def summary(documents: Iterable[dict[str, Any]]) -> str:
 
 
 def _summary_rows(document: dict[str, Any]) -> Iterator[list[str]]:
-    for mode, words in MODES.items():
+    for mode, words in MODE_NAMES.items():
         ratios = [
             (case["name"], case.get("ratios", {}).get(mode, {})) for case in document["cases"]
         ]
@@ -219,10 +212,10 @@ def sweep_table(cases: list[dict[str, Any]], mode: str, head: str) -> str:
         [_in_words(*key), *(cells.get(density, "") for density in densities)]
         for key, cells in sorted(rows.items(), key=lambda row: _largest_blocks_first(*row[0]))
     ]
-    first = f"faster than dense (bsk ms), {head}"
+    first = f"speedup over dense (bsk ms), {head}"
     text = table([first, *(f"{1 - density:.0%} sparse" for density in densities)], lines)
     if any("dense" in cell for line in lines for cell in line[1:]):
-        text += "\n\ndense: `auto` took the dense product."
+        text += "\n\n*dense* marks cases in which `auto` ran the dense product."
     return text
 
 
@@ -294,7 +287,7 @@ PLOTS = pathlib.Path("docs/plots")
 
 
 CASE_HEADS = {mode: f"case, {MODE_HEADS[mode]}" for mode in ("eager", "graph", "sustained")}
-CASE_HEADS["graph"] = "case, in a CUDA graph, cold weights"
+CASE_HEADS["graph"] = "case, CUDA graph, cold weights"
 
 
 def suite_tables(document: dict[str, Any]) -> str:
@@ -353,12 +346,12 @@ def _row(case: dict[str, Any], mode: str) -> list[str] | None:
 def _times_table(mode: str, rows: list[list[str]]) -> str:
     head = [
         CASE_HEADS[mode],
-        "ran",
+        "implementation",
         "bsk ms",
         "dense ms",
-        "faster than dense",
+        "speedup over dense",
         "best sparse peer ms",
-        "faster than it",
+        "speedup over peer",
         "executed TFLOP/s",
         "dense-equivalent TFLOP/s",
     ]
@@ -377,7 +370,7 @@ def _crossover_table(crossover: list[dict[str, Any]]) -> str:
         density = beyond if entry["density"] is None else f"{entry['density']:.0%}"
         curve = ", ".join(f"{speedup:.2f}x at {d:.0%}" for d, speedup in entry["speedups"])
         rows.append(["x".join(map(str, entry["block"])), density, curve])
-    return table(["block", "stored blocks win below", "against dense"], rows)
+    return table(["block", "faster than dense below a density of", "speedup over dense"], rows)
 
 
 def _has(entry: dict[str, Any], mode: str) -> bool:
@@ -450,7 +443,7 @@ def headline(document: dict[str, Any]) -> list[tuple[str, Figure]]:
     figures = figures_of(document, colours_of(document), STANDALONE)
     # compare products with the dense product, and attention with other kernels
     if document["suite"].startswith("matmul_"):
-        figures.sort(key=lambda figure: "faster than" not in figure.caption)
+        figures.sort(key=lambda figure: not figure.caption.startswith(OVER_DENSE))
     return [((PLOTS / f"{document['suite']}.svg").as_posix(), figure) for figure in figures[:1]]
 
 

@@ -143,10 +143,10 @@ def results_table(document: dict[str, Any], mode: str, words: str) -> str:
         key for key in ("over_dense", "over_best_peer") if any(_ratio(c, mode, key) for c in cases)
     ]
     shown = (with_work, keys)
-    names = {"over_dense": "over dense", "over_best_peer": "over the best peer"}
+    names = {"over_dense": "speedup over dense", "over_best_peer": "speedup over best peer"}
     ran = any("implementation" in c["peers"].get("bsk", {}) for c in cases)
     scale, unit = (1e3, "ms") if document.get("unit") == "ms" else (1e6, "µs")
-    head = ["case", *(["ran"] if ran else []), *(f"{peer} {unit}" for peer in peers)]
+    head = ["case", *(["implementation"] if ran else []), *(f"{peer} {unit}" for peer in peers)]
     head += ["bsk TFLOP/s"] if with_work else []
     head += [names[key] for key in keys]
     cells = "".join(element("th", escaped(name), scope="col") for name in head)
@@ -248,8 +248,8 @@ def page(documents: list[dict[str, Any]]) -> str:
     )
     head = element("h1", escaped(title)) + element("p", escaped(devices), class_="soft")
     note = (
-        "Every time is a median of interleaved rounds, taken after the result was checked against "
-        "fp64. TFLOP/s count executed work."
+        "Times are medians of interleaved rounds. Each result was checked against fp64 before it "
+        "was timed. TFLOP/s count executed work."
     )
     return (
         "<!DOCTYPE html>\n"
@@ -298,14 +298,14 @@ def _cards(documents: list[dict[str, Any]]) -> str:
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         counted = Counter(map(verdict, ratios))
-        cards.append((f"{mean:.2f}x", "geometric mean on the device against the best other peer"))
-        rest = f"{counted['even']} as fast, to 1%, and {counted['loss']} slower"
+        cards.append((f"{mean:.2f}x", "mean speedup over the best peer (geometric, device time)"))
+        rest = f"{counted['even']} equal within 1%, {counted['loss']} slower"
         cards.append((f"{counted['win']} of {len(ratios)}", f"comparisons faster; {rest}"))
         reading = (
-            f"{compared} of the {len(cases)} cases have times of ours and of another library that "
-            "computes the same; the others compare us with the dense computation or with nobody. "
-            "A case counts once for each way of timing: "
-            f"{len(ratios)} comparisons. Times of the host and of first calls do not count."
+            f"In {compared} of the {len(cases)} cases another library computes the same result; "
+            "the others are compared with the dense computation, or not at all. A case counts once "
+            f"for each timing mode, which gives {len(ratios)} comparisons. Host times and first "
+            "calls are not included."
         )
     fastest = [
         entry["times"][mode]["executed_tflops"]
@@ -315,7 +315,7 @@ def _cards(documents: list[dict[str, Any]]) -> str:
         if name == "bsk" and "executed_tflops" in entry.get("times", {}).get(mode, {})
     ]
     if fastest and max(fastest) >= 1:
-        cards.append((f"{max(fastest):.0f}", "TFLOP/s at the most"))
+        cards.append((f"{max(fastest):.0f}", "highest TFLOP/s"))
     content = (
         element("div", element("b", escaped(a)) + element("span", escaped(b)), class_="card")
         for a, b in cards
@@ -328,8 +328,8 @@ def _section(document: dict[str, Any], anchor: str) -> str:
     parts = [element("h2", escaped(_title(document)), id=anchor)]
     parts.append(element("p", escaped(_provenance(document)), class_="soft"))
     for mark, words in (
-        ("interrupted", "The run was interrupted: cases are missing."),
-        ("left_out", "Some cases were left out for lack of time."),
+        ("interrupted", "The run was interrupted; some cases are missing."),
+        ("left_out", "Some cases were skipped for lack of time."),
     ):
         if document.get(mark):
             parts.append(element("p", words, class_="warning"))
@@ -338,9 +338,9 @@ def _section(document: dict[str, Any], anchor: str) -> str:
     parts += map(_figure, *drawn)
     for mode, words in MODE_HEADS.items():
         parts.append(results_table(document, mode, words))
-    parts.append(_details("Who is absent, and why", absent(document["cases"])))
+    parts.append(_details("Peers without times, and why", absent(document["cases"])))
     doubtful = [f"{c['name']}: {c['unsteady']}" for c in document["cases"] if "unsteady" in c]
-    parts.append(_details("Times to doubt", doubtful))
+    parts.append(_details("Unsteady times", doubtful))
     parts.append(_environment(document))
     return element("section", "".join(parts))
 

@@ -45,9 +45,10 @@ def releases_page(folder: pathlib.Path) -> dict[pathlib.Path, str]:
     parts = [
         "# Triton releases",
         f"Generated from `benchmarks/results/{_PREFIX}*`; do not edit.",
-        f"{environment['device_name']}, torch {environment['versions']['torch']}. Time of each "
-        f"case with Triton {first} over its time with another release, in runs that took turns; "
-        f"above 1 the other release is faster. Cases under {GOAL} are named.",
+        f"{environment['device_name']}, torch {environment['versions']['torch']}. Each ratio is "
+        f"the time of a case with Triton {first} divided by its time with another release, "
+        f"from alternating runs; above 1, the other release is faster. "
+        f"Cases below {GOAL} are listed.",
     ]
     for name, times in zip(names, others, strict=True):
         parts += [f"## {name}", "\n".join(_lines(oldest, times))]
@@ -84,7 +85,7 @@ def _lines(oldest: dict[Measured, float], times: dict[Measured, float]) -> Itera
         name = f"{suite.replace('_', ' ')}, {MODE_HEADS[mode]}"
         slower = sum(x.ratio < GOAL for x in found)
         rows.append([name, *map(str, (len(found), f"{median:.2f}", f"{least.ratio:.2f}", slower))])
-    yield table(["suite", "cases", "median", "least", f"under {GOAL}"], rows)
+    yield table(["suite", "cases", "median", "lowest", f"below {GOAL}"], rows)
     named = sorted(
         (x, suite) for (suite, _), found in ratios.items() for x in found if x.ratio < GOAL
     )

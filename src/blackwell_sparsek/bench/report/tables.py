@@ -7,9 +7,9 @@ from .figures import amount
 
 MODE_HEADS = {
     "eager": "single calls, cold L2",
-    "graph": "in a CUDA graph, cold inputs",
+    "graph": "CUDA graph, cold inputs",
     "sustained": "sustained",
-    "host": "host time of a call",
+    "host": "host time per call",
     "reported": "wall clock",
 }
 _MOST_NAMES = 8
@@ -110,10 +110,10 @@ def _mode_table(
     compared = any("best_peer" in c.get("ratios", {}).get(mode, {}) for c in cases)
     tiers = any("tiers_us_per_head" in c["problem"] for c in cases)
     ran = any("implementation" in c["peers"].get("bsk", {}) for c in cases)
-    head = [f"{unit}, {MODE_HEADS[mode]}", *(["ran"] if ran else []), *names]
+    head = [f"{unit}, {MODE_HEADS[mode]}", *(["implementation"] if ran else []), *names]
     to_dense = any("over_dense" in c.get("ratios", {}).get(mode, {}) for c in cases)
-    head += ["bsk faster than dense"] if to_dense else []
-    head += ["bsk against the best peer"] if compared else []
+    head += ["bsk speedup over dense"] if to_dense else []
+    head += ["bsk speedup over best peer"] if compared else []
     head += ["tier reached, us per head"] if tiers else []
     rows = []
     for case in cases:
@@ -174,9 +174,9 @@ def notes(document: dict[str, Any]) -> list[str]:
         lines = [as_text(f"- ~ {case['name']}: {case['unsteady']}") for case in unsteady]
         found.append("\n".join(lines))
     if document.get("interrupted"):
-        found.append("The run was interrupted: cases are missing.")
+        found.append("The run was interrupted; some cases are missing.")
     if document.get("left_out"):
-        found.append(f"Left out for lack of time: {names_of_some(document['left_out'])}.")
+        found.append(f"Skipped for lack of time: {names_of_some(document['left_out'])}.")
     return found
 
 
