@@ -55,12 +55,11 @@ def pretend_gpu(monkeypatch):
     # memory comes from the heap, which keeps it, as a GPU's comes from torch's allocator
     for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, 2**25)
-    nothing = ctypes.CDLL(None).getppid
+    nothing = ctypes.CDLL(None)["abs"]
     nothing.argtypes = [ctypes.c_void_p] * 4
     nothing.restype = None
     monkeypatch.setattr(driver, "_launch", nothing)
-    encode = ctypes.CDLL(None).getppid
-    encode.argtypes = driver._ENCODE_TYPES
+    encode = ctypes.PyDLL(None)["abs"]
     encode.restype = None
     monkeypatch.setattr(driver, "_encode_function", lambda: encode)
     monkeypatch.setattr(driver, "_fetches_past_small_tensors", lambda: True)
