@@ -227,8 +227,8 @@ class TensorMapEncoder:
             span = (a - 1) * over_a + (b - 1) * over_b + (c - 1) * over_c + d
         else:
             *outer, _ = strides
-            steps = (element * stride for stride in reversed(outer))
-            self._pack(made.memory, _SIZES, *reversed(shape), *steps, *outer)
+            inner_first = [element * stride for stride in reversed(outer)]
+            self._pack(made.memory, _SIZES, *reversed(shape), *inner_first, *outer)
             span = sum(map(mul, shape, strides)) - sum(strides) + 1
         code = _encode_function()(*made.arguments)
         if code:

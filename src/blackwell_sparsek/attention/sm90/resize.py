@@ -127,7 +127,7 @@ class ForwardLaunches:
             given.append(parts.data_ptr())
         if sinks:
             given.append(sinks)
-        tensors = ((out.data_ptr(), shape, strides), q, k, v)
+        tensors: tuple[MapSource, ...] = ((out.data_ptr(), shape, strides), q, k, v)
         if tokens is not None:
             given += (cu_q, cu_k)
             tensors = tuple([(at, *packed_sizes(*sizes)) for at, *sizes in tensors])
@@ -376,7 +376,7 @@ class BackwardLaunches:
         heads, kv_heads = batch * problem.heads_q, batch * heads_kv
         sms, shares = problem.arch.num_sms, kv_heads * head_splits
         schedule = backward_schedule(config, sms, shares, kv_len)
-        values = (shares, attn_bwd_sm90_raster_group(problem, head_splits))
+        values: tuple[int, ...] = (shares, attn_bwd_sm90_raster_group(problem, head_splits))
         copies = 0
         if config.SPLIT_HEADS:
             values += (problem.heads_q // heads_kv // head_splits, head_splits)
@@ -415,7 +415,7 @@ def _sums_layout(heads: int, rows: int, width: int) -> _Layout:
     return (heads, size // SUM_COLUMNS, SUM_COLUMNS), (size, SUM_COLUMNS, 1)
 
 
-def _empty_like(x: torch.Tensor, shape: Sequence[int], strides: tuple[int, ...]) -> torch.Tensor:
+def _empty_like(x: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """`torch.empty_like` without its dispatch, where heads of [B, H, S, D] have no gaps."""
     batch, heads, rows, dim = shape
     size = heads * rows * dim
