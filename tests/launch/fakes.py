@@ -85,9 +85,12 @@ class _NotingEncoder:
         self._sources = sources
 
     def __call__(self, *source: Any) -> TensorMap:
-        made = TensorMap()
+        made = self.empty()
         self.encode(made, *source)
         return made
+
+    def empty(self) -> TensorMap:
+        return TensorMap()
 
     def encode(self, made: TensorMap, *source: Any) -> None:
         self._sources[made.address] = source
@@ -102,9 +105,24 @@ class _NotingVariant:
         self.encoders = [_NotingEncoder(self._sources) for _ in walk.descriptors]
         self._kernel, self._launched = kernel, launched
 
+    def prepared(self, grid: int, values: Any) -> "_NotingPrepared":
+        return _NotingPrepared(self, values)
+
     def launch(self, grid: int, stream: int, values: Any, maps: Any) -> None:
-        sources = {place: self._sources[encoded.address] for place, encoded in maps}
+        self.note(grid, stream, values, {place: encoded.address for place, encoded in maps})
+
+    def note(self, grid: int, stream: int, values: Any, maps: dict[int, int]) -> None:
+        sources = {place: self._sources[address] for place, address in maps.items()}
         self._launched.append((self._kernel, grid, stream, list(values), sources))
+
+
+class _NotingPrepared:
+    def __init__(self, variant: _NotingVariant, values: Any):
+        self.words, self.places = list(values), {}
+        self._variant = variant
+
+    def launch_on(self, grid: int, stream: int) -> None:
+        self._variant.note(grid, stream, self.words, self.places)
 
 
 def noting_variants(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> None:

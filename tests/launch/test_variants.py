@@ -252,3 +252,23 @@ def test_a_map_that_the_driver_refuses(monkeypatch):
     encode = driver.TensorMapEncoder(torch.float16, (4, 8), 3)
     with pytest.raises(RuntimeError, match=r"invalid argument .*0x7, shape \[6, 8\]"):
         encode(7, (6, 8), (8, 1))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+def test_the_sizes_of_a_map_are_parameters_where_they_are_encoded(monkeypatch, rank):
+    monkeypatch.setattr(driver, "_encode_function", lambda: lambda *args: 0)
+    monkeypatch.setattr(driver, "_fetches_past_small_tensors", lambda: False)
+    encoder = driver.TensorMapEncoder(torch.bfloat16, (1,) * (rank - 1) + (8,), 3)
+    made = encoder.empty()
+    for factor in (1, 7):
+        shape = [factor * size for size in (2, 3, 5, 11, 64)][-rank:]
+        outer = [factor * stride for stride in (2**35, 2**31, 4096, 128)][1 - rank :]
+        strides = [*outer, 1]
+        encoder.encode(made, 4096 * factor, shape, strides)
+        sizes, *_ = (x.value for x in made.arguments[4:6])
+        assert made.base.value == 4096 * factor
+        assert [ctypes.c_uint64.from_address(sizes + 8 * i).value for i in range(rank)] == [
+            *reversed(shape)
+        ]
+        assert [ctypes.c_int32.from_address(x).value for x in made.parameters[:rank]] == shape
+        assert [ctypes.c_int64.from_address(x).value for x in made.parameters[rank:]] == strides

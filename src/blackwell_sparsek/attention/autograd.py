@@ -79,43 +79,60 @@ class TrainingCall:
     mask once.
     """
 
-    __slots__ = ("_deterministic", "_forward", "_gradients", "_impl", "_of_kind", "_spec")
+    __slots__ = (
+        *("_deterministic", "_forward", "_gradients", "_impl", "_lengths", "_of_kind"),
+        *("_options", "_spec"),
+    )
 
     def __init__(
         self,
         spec: AttnSpec,
         deterministic: bool,
         impl: str,
+        options: tuple[Any, ...],
         forward: Launches | None = None,
         of_kind: Cache | None = None,
+        lengths: tuple[int, int] | None = None,
     ):
         self._spec = spec
         self._deterministic = deterministic
         self._impl = impl
+        # those of `gradient_options`
+        self._options = options
         self._forward = forward
         self._gradients: Cache = {}
         # launches not yet bound to a mask, shared by calls that differ only in their masks
         self._of_kind: Cache = {} if of_kind is None else of_kind
+        # of queries and keys, if not those of the spec, which takes long to copy
+        self._lengths = lengths
 
     @classmethod
     def of(cls, call: AttentionCall, impl: str) -> "TrainingCall":
         """The record of a call; autograd saves the tensors that have gradients or may be large."""
         spec, mask = call.spec, call.spec.block_mask
         mask = None if mask is None else _lists_of(mask)
+        given = (call.deterministic, _backward_impl(impl), spec.is_varlen)
+        options = gradient_options(spec, spec.sinks is not None, *given)
         spec = spec.without_tensors()._replace(block_mask=mask)
-        return cls(spec, call.deterministic, impl)
+        return cls(spec, call.deterministic, impl, options)
 
     def replaying(self, forward: Launches) -> "TrainingCall":
         """The same call by recorded launches; with a mask, call `bound` next."""
         spec = self._spec._replace(block_mask=None)
-        return TrainingCall(spec, self._deterministic, self._impl, forward)
+        return TrainingCall(spec, self._deterministic, self._impl, self._options, forward)
+
+    def resized(self, max_q: int, max_k: int) -> "TrainingCall":
+        """The same call with other lengths, for which nothing is recorded."""
+        given = (self._spec, self._deterministic, self._impl, self._options)
+        return TrainingCall(*given, lengths=(max_q, max_k))
 
     def bound(self, mask: BlockMask) -> "TrainingCall":
         """The same call with another mask of the same kind."""
         spec = self._spec._replace(block_mask=_lists_of(mask))
         forward: Any = self._forward
         launches = bound(forward, mask, forward_lists(mask))
-        return TrainingCall(spec, self._deterministic, self._impl, launches, self._of_kind)
+        given = (spec, self._deterministic, self._impl, self._options)
+        return TrainingCall(*given, launches, self._of_kind)
 
     def attend(
         self,
@@ -152,38 +169,34 @@ class TrainingCall:
         needs: tuple[bool, ...],
     ) -> Tensors:
         """Gradients of q, k, v and the sinks; those that are not needed have no elements."""
-        q, k, v, out, lse, sinks, *fixed = saved
+        q, k, v, out, lse, sinks, cu_q, cu_k, slopes, bias = saved
         if dout is None:
             dout = torch.zeros_like(out)
-        mask = self._spec.block_mask
+        mask, options = self._spec.block_mask, self._options
         stream = None if mask is None else stream_of(q)
         found = None
-        cu_q, cu_k, slopes, bias = fixed
         if slopes is None and bias is None:
             inputs = (dout, q, k, v, out, dlse, lse, *given_offsets(cu_q, cu_k))
             found = described(needs, inputs, stream, below_autocast=True)
-            # a call with lengths of its own has no launches yet, and a key is long to hash
-            if self._gradients and found is not None:
-                launches = self._gradients.get(found.key)
-                if launches is not None:
-                    return launches(found.addresses)
-        impl = _backward_impl(self._impl)
-        options = gradient_options(
-            self._spec, sinks is not None, self._deterministic, impl, cu_q is not None
-        )
-        tensors = (dout, out, lse, q, k, v)
         if found is not None:
-            launches = self._gradient_launches(found.key, options)
+            # a call with lengths of its own has no launches yet, and a key is long to hash
+            launches = self._gradients.get(found.key) if self._gradients else None
+            if launches is None:
+                launches = self._gradient_launches(found.key, options)
             if launches is not None:
                 return launches(found.addresses)
-            made = None
             if mask is None and cu_q is None:
-                made = resized_gradients(found, options, tensors)
-            if made is not None:
-                return made
+                made = resized_gradients(found, options, (q, k, v))
+                if made is not None:
+                    return made
         first = found is not None and not seen_before(found.key)
-        spec = _with_tensors(self._spec, sinks, *fixed)
+        spec, impl = self._spec, _backward_impl(self._impl)
+        if self._lengths is not None:
+            max_q, max_k = self._lengths
+            spec = spec._replace(max_q=max_q, max_k=max_k)
+        spec = _with_tensors(spec, sinks, cu_q, cu_k, slopes, bias)
         call = AttentionCall(q, k, v, spec, self._deterministic)
+        tensors = (dout, out, lse, q, k, v)
         # with gradients enabled, the operator makes a double backward raise; modes must see it too
         incoming = (dout,) if dlse is None else (dout, dlse)
         if (

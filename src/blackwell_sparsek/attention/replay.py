@@ -41,8 +41,6 @@ _MASKED: Cache = {}
 _FORWARD: Cache = {}
 _BACKWARD: Cache = {}
 
-_deterministic = torch.are_deterministic_algorithms_enabled
-
 
 def describe(
     options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any, packed: bool = False
@@ -58,21 +56,14 @@ def describe(
     mask : the block mask
     packed : whether sequences are packed; their gradients are made in full
     """
-    if torch.compiler.is_compiling():
-        return None
     stream = None
     if mask is not None:
-        if not isinstance(mask, BlockMask):
+        if torch.compiler.is_compiling() or not isinstance(mask, BlockMask):
             return None
         mask._check_unwritten()
         # lists that a mask caches were made on one stream; another must first wait for them
         stream = stream_of(inputs[0])
-    found = described(options, inputs, stream, gradients=not packed, operands=3)
-    if found is not None and found.trains:
-        # torch's global switch also decides which backward will run
-        key, addresses, trains, tensors = found
-        return Described((*key, _deterministic()), addresses, trains, tensors)
-    return found
+    return described(options, inputs, stream, gradients=not packed, operands=3)
 
 
 def replayed(
@@ -85,7 +76,7 @@ def replayed(
     """Output, and lse if requested, by recorded launches; None if the call must be made in full."""
     if found is None:
         return None
-    key, addresses, trains, _ = found
+    key, _, addresses, trains, _ = found
     cache = mask._launches if mask is not None else _PACKED if packed else _DENSE
     launches = kept(cache, key) if cache else None
     if launches is None and mask is not None:
@@ -303,6 +294,8 @@ def recorded_gradients(
     key: tuple[Any, ...], options: tuple[Any, ...], mask: BlockMask | None
 ) -> Any:
     """Launches recorded for gradients under a key of `described`; `bound` binds them to a mask."""
+    if not _BACKWARD:
+        return None
     kind = None if mask is None else mask_kind(mask, mask.tensors())
     if mask is not None and kind is None:
         return None

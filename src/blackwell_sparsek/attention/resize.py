@@ -6,11 +6,11 @@ lookup of the kernel. What depends on them (configuration, order, grid) is compu
 functions as in a full call.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..calls.attention import AttentionCall, AttnSpec, ResizedCall, tma_takes_strides
+from ..calls.attention import AttentionCall, ResizedCall, tma_takes_strides
 from ..core.compat import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
@@ -24,7 +24,6 @@ from ..launch.replay import (
     may_record,
     seen_before,
 )
-from ..launch.resize import MapSource
 from . import replay
 from .autograd import TrainingCall
 from .sm90.config import AttnFwdSm90Config
@@ -34,12 +33,10 @@ _FAMILIES: Cache = {}
 
 
 class _Family(NamedTuple):
-    """The options of calls that differ only in their lengths, and their launches."""
+    """What calls that differ only in their lengths have in common."""
 
-    spec: AttnSpec
-    """Without tensors."""
-    deterministic: bool
-    impl: str
+    training: TrainingCall
+    """One of them."""
     device: int
     launches: Any
 
@@ -64,32 +61,28 @@ def repeated(
 
 def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]) -> Tensors | None:
     given = _given(found, options)
-    family = None if given is None else kept(_FAMILIES, given.family)
-    if family is None or given is None or family.device != raw_device():
+    if given is None:
         return None
-    if seen_before(found.key, note=False):
+    key, call = given
+    family = kept(_FAMILIES, key)
+    if family is None or family.device != raw_device() or seen_before(found.key, note=False):
         return None
-    results: Tensors | None = family.launches.run(given.call)
-    if results is not None:
-        seen_before(found.key)
-    if results is None or not found.trains:
+    results: Tensors | None = family.launches.run(call)
+    if results is None:
+        return None
+    seen_before(found.key)
+    if not found.trains:
         return results
-    spec = family.spec._replace(max_q=given.call.max_q, max_k=given.call.max_k)
-    training = TrainingCall(spec, family.deterministic, family.impl)
+    training = family.training.resized(call.max_q, call.max_k)
     q, k, v, sinks = inputs
-    return training.attend_with(results, q, k, v, sinks, options[0])
+    return cast(Tensors, training.attend_with(results, q, k, v, sinks, options[0]))
 
 
-class _Given(NamedTuple):
-    """A call of a family."""
+def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall] | None:
+    """The family of a call and what its launches depend on besides.
 
-    family: Any
-    """All that launches depend on but for lengths."""
-    call: ResizedCall
-
-
-def _given(found: Described, options: tuple[Any, ...]) -> _Given | None:
-    """Take a call apart; None if it has to be checked or prepared in full."""
+    None if it has to be checked or prepared in full.
+    """
     q, k, v, sinks, *offsets = found.tensors
     if q is None or k is None or v is None:
         return None
@@ -98,52 +91,46 @@ def _given(found: Described, options: tuple[Any, ...]) -> _Given | None:
     shape_v, strides_v, dtype_v, device_v, _ = v
     if not (dtype == dtype_k == dtype_v and device == device_k == device_v):
         return None
-    if len(shape_q) != (3 if offsets else 4) or len(shape_k) != len(shape_q):
+    rank = 3 if offsets else 4
+    if not (len(shape_q) == len(shape_k) == len(shape_v) == rank):
         return None
-    *outer_k, head_dim = shape_k
-    *outer_v, head_dim_v = shape_v
-    if shape_q[-1] != head_dim or outer_k != outer_v or 0 in shape_q or 0 in shape_k:
+    if 0 in shape_q or 0 in shape_k or not tma_takes_strides(strides_q, strides_k, strides_v):
         return None
     # sinks with gaps are copied
     if sinks is not None and sinks[1] != (1,):
         return None
-    if not all(map(tma_takes_strides, (strides_q, strides_k, strides_v))):
-        return None
-    family = (
-        # packed sequences have their maximal lengths after `return_lse`
-        options[3:] if offsets else options[1:],
-        # the types of options, since True equals 1, and BSK_IMPL
-        found.key[1 : len(options) + 2],
-        # which backward will run depends on a switch, at the end of the key
-        found.trains and found.key[-1],
-        *(len(offsets), dtype, device, shape_q[1], shape_k[1], head_dim, head_dim_v, sinks),
-    )
     at_q, at_k, at_v, at_sinks, *at_offsets = found.addresses
-    tensors = (
-        MapSource(at_q, shape_q, strides_q),
-        MapSource(at_k, shape_k, strides_k),
-        MapSource(at_v, shape_v, strides_v),
-    )
+    tensors = ((at_q, shape_q, strides_q), (at_k, shape_k, strides_k), (at_v, shape_v, strides_v))
     if not offsets:
-        batch, _, max_q, _ = shape_q
-        batch_k, _, max_k, _ = shape_k
-        if batch_k != batch:
+        batch, heads, max_q, head_dim = shape_q
+        batch_k, heads_k, max_k, head_dim_k = shape_k
+        batch_v, heads_v, max_v, head_dim_v = shape_v
+        if not (batch == batch_k == batch_v and max_k == max_v):
             return None
-        return _Given(family, ResizedCall(*tensors, at_sinks, 0, 0, batch, max_q, max_k))
-    # offsets that serve keys too are given once
-    cu_q, cu_k = offsets
-    at_cu_q, at_cu_k = at_offsets
-    cu_k, at_cu_k = cu_k or cu_q, at_cu_k or at_cu_q
-    _, max_q, max_k, *_ = options
-    if cu_q != cu_k or cu_q is None or not (type(max_q) is type(max_k) is int):
+        alike: tuple[Any, ...] = options
+        call = ResizedCall(*tensors, at_sinks, 0, 0, batch, max_q, max_k)
+    else:
+        _, heads, head_dim = shape_q
+        tokens_k, heads_k, head_dim_k = shape_k
+        tokens_v, heads_v, head_dim_v = shape_v
+        # offsets that serve keys too are given once
+        cu_q, cu_k = offsets
+        at_cu_q, at_cu_k = at_offsets
+        cu_k, at_cu_k = cu_k or cu_q, at_cu_k or at_cu_q
+        _, max_q, max_k, *alike_list = options
+        if tokens_k != tokens_v or cu_q != cu_k or cu_q is None:
+            return None
+        shape, strides, kind, of_offsets, _ = cu_q
+        if strides != (1,) or kind != torch.int32 or of_offsets != device or shape[0] < 2:
+            return None
+        if not (type(max_q) is type(max_k) is int) or max_k < 1:
+            return None
+        alike = tuple(alike_list)
+        call = ResizedCall(*tensors, at_sinks, at_cu_q, at_cu_k, shape[0] - 1, max_q, max_k)
+    if head_dim != head_dim_k or heads_k != heads_v:
         return None
-    shape, strides, kind, of_offsets, _ = cu_q
-    if strides != (1,) or kind != torch.int32 or of_offsets != device:
-        return None
-    if shape[0] < 2 or max_k < 1:
-        return None
-    call = ResizedCall(*tensors, at_sinks, at_cu_q, at_cu_k, shape[0] - 1, max_q, max_k)
-    return _Given(family, call)
+    sizes = (heads, heads_k, head_dim, head_dim_v)
+    return (alike, found.kind, rank, dtype, device, sizes, sinks), call
 
 
 class _FamilyRecorder(Recorder):
@@ -162,9 +149,8 @@ class _FamilyRecorder(Recorder):
         if alone and isinstance(launches[0].args[-1], AttnFwdSm90Config):
             family = _FAMILIES.get(self._family)
             if family is None:
-                spec = call.spec._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
-                device, made = call.q.get_device(), _launches_of(call)
-                family = _Family(spec, call.deterministic, self._impl, device, made)
+                training = TrainingCall.of(call, self._impl)
+                family = _Family(training, call.q.get_device(), _launches_of(call))
                 keep(_FAMILIES, self._family, family)
             family.launches.learn(launches[0])
         return results
@@ -191,4 +177,7 @@ def recorder(
         return exact
     q, k, v, *others = inputs
     given = _given(found, options) if may_record(options, (q, k, v), others) else None
-    return NO_RECORDER if given is None else _FamilyRecorder(given.family, call, impl)
+    if given is None:
+        return NO_RECORDER
+    family, _ = given
+    return _FamilyRecorder(family, call, impl)

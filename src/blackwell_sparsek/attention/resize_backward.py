@@ -3,7 +3,7 @@
 The counterpart of `resize` for the backward pass.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,15 +39,16 @@ def resized_gradients(
     ----------
     found : what `described` gave for (dout, q, k, v, out, dlse, lse)
     options : those of `replay.gradient_options`
-    tensors : dout, out, lse, q, k and v
+    tensors : q, k and v
     """
-    family = _family(found, options) if _FAMILIES else None
-    launches = None if family is None else kept(_FAMILIES, family)
-    if launches is None or tensors[0].get_device() != raw_device():
+    given = _given(found, options) if _FAMILIES else None
+    if given is None:
         return None
-    if seen_before(found.key, note=False):
+    key, sources = given
+    family = kept(_FAMILIES, key)
+    if family is None or family.device != raw_device() or seen_before(found.key, note=False):
         return None
-    gradients = launches.run(*tensors)
+    gradients = family.launches.run(sources, tensors)
     if gradients is None:
         return None
     seen_before(found.key)
@@ -57,32 +58,53 @@ def resized_gradients(
 _NOTHING = torch.empty(0)
 
 
-def _family(found: Described, options: tuple[Any, ...]) -> Any:
-    """What gradients depend on but for lengths; None if they must be computed in full."""
-    needs = found.key[0]
+class _Family(NamedTuple):
+    """What gradients have in common that differ only in their lengths."""
+
+    device: int
+    launches: Any
+
+
+def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, Any] | None:
+    """The family of gradients, and dout, q, k, v, out and lse by address, shape and strides.
+
+    None if they must be computed in full.
+    """
+    needs, *_ = found.key
     dout, q, k, v, out, dlse, lse = found.tensors
     if needs != _NEEDS or dlse is not None:
         return None
     if dout is None or q is None or k is None or v is None or out is None or lse is None:
         return None
     shape_q, strides_q, dtype, device, _ = q
+    if len(shape_q) != 4:
+        return None
     shape_k, strides_k, *_ = k
     shape_v, strides_v, *_ = v
-    if len(shape_q) != 4 or 0 in shape_q or 0 in shape_k:
-        return None
-    _, strides_dout, dtype_dout, *_ = dout
-    _, strides_out, *_ = out
-    # the kernels around the backward are specialised on strides that 16 divides
-    if not (tma_takes_strides(strides_dout, 16) and tma_takes_strides(strides_out, 16)):
-        return None
-    if not all(map(tma_takes_strides, (strides_q, strides_k, strides_v))):
-        return None
+    shape_out, strides_out, *_ = out
+    shape_lse, strides_lse, *_ = lse
+    shape_dout, strides_dout, dtype_dout, *_ = dout
     _, heads, rows, head_dim = shape_q
-    *_, head_dim_v = shape_v
-    _, strides_lse, *_ = lse
-    if (head_dim | head_dim_v) & 15 or strides_lse != (heads * rows, rows, 1):
+    _, heads_kv, _, _ = shape_k
+    _, _, _, head_dim_v = shape_v
+    if 0 in shape_q or 0 in shape_k or (head_dim | head_dim_v) & 15:
         return None
-    return (options, dtype, device, dtype_dout, heads, shape_k[1], head_dim, head_dim_v)
+    # the kernels around the backward are specialised on strides that 16 divides
+    if strides_lse != (heads * rows, rows, 1) or not (
+        tma_takes_strides(strides_dout, strides_out, step=16)
+        and tma_takes_strides(strides_q, strides_k, strides_v)
+    ):
+        return None
+    at_dout, at_q, at_k, at_v, at_out, _, at_lse = found.addresses
+    sources = (
+        (at_dout, shape_dout, strides_dout),
+        (at_q, shape_q, strides_q),
+        (at_k, shape_k, strides_k),
+        (at_v, shape_v, strides_v),
+        (at_out, shape_out, strides_out),
+        (at_lse, shape_lse, strides_lse),
+    )
+    return (options, dtype, device, dtype_dout, heads, heads_kv, head_dim, head_dim_v), sources
 
 
 class _FamilyRecorder(Recorder):
@@ -106,9 +128,10 @@ class _FamilyRecorder(Recorder):
                 # with kernels, which are imported when they are first needed
                 from .sm90.resize import BackwardLaunches
 
-                family = BackwardLaunches(call.problem, call.spec.band, call.q.device)
+                made = BackwardLaunches(call.problem, call.spec.band, call.q.device)
+                family = _Family(call.q.get_device(), made)
                 keep(_FAMILIES, self._family, family)
-            family.learn(launches)
+            family.launches.learn(launches)
         return results
 
 
@@ -124,8 +147,11 @@ def gradient_recorder(
         return NO_RECORDER
     dout, out, lse, q, k, v = tensors
     recordable = may_record(options, (dout, out, q, k, v), (lse,))
-    family = _family(found, options) if recordable else None
-    known = None if family is None else _FAMILIES.get(family)
-    if family is None or (known is not None and known.knows(call.problem)):
+    given = _given(found, options) if recordable else None
+    if given is None:
         return NO_RECORDER
-    return _FamilyRecorder(family, call)
+    key, _ = given
+    known = _FAMILIES.get(key)
+    if known is not None and known.launches.knows(call.problem):
+        return NO_RECORDER
+    return _FamilyRecorder(key, call)

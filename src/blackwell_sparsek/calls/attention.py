@@ -233,21 +233,25 @@ def tma_takes(x: torch.Tensor) -> bool:
     return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
-# Strides in elements, below which they fit in the parameters of every kernel.
+# Strides in elements, below which they fit in the parameters of every kernel; a power of two.
 _MOST_STRIDE = 2**30
 
 
-def tma_takes_strides(strides: tuple[int, ...], step: int = 8) -> bool:
-    """Whether TMA takes 16-bit elements with these strides at an address that 16 divides.
+def tma_takes_strides(*tensors: tuple[int, ...], step: int = 8) -> bool:
+    """Whether TMA takes 16-bit elements with these strides at addresses that 16 divides.
 
-    Stricter than `tma_takes`, which forgives strides of dimensions of size 1. `step` must divide
-    all strides but the last.
+    Stricter than `tma_takes`, which forgives strides of dimensions of size 1. `step`, a power of
+    two, must divide all strides but the last.
     """
-    *outer, last = strides
-    for stride in outer:
-        if stride % step or not 0 < stride < _MOST_STRIDE:
+    bits = 0
+    for strides in tensors:
+        *outer, last = strides
+        if last != 1 or 0 in strides:
             return False
-    return last == 1
+        for stride in outer:
+            bits |= stride
+    # what holds for all bits together holds for each stride, and none is negative
+    return bits % step == 0 and bits < _MOST_STRIDE
 
 
 @dataclass(eq=False)
@@ -288,7 +292,7 @@ class AttentionCall:
 class ResizedCall(NamedTuple):
     """A call without a mask, by what its launches depend on.
 
-    The tensors are `launch.resize.MapSource`; TMA takes their addresses and strides.
+    The tensors are `launch.resize.MapSource`: address, shape and strides. TMA takes them.
     """
 
     q: Any

@@ -80,9 +80,12 @@ _BASE = 3
 
 @cache
 def _encode_function() -> Any:
-    function = _library().cuTensorMapEncodeTiled
-    function.argtypes = _ENCODE_TYPES
-    return function
+    """cuTensorMapEncodeTiled, for arguments that are C values of these types.
+
+    Declared, the types would be compared in every call. It computes and returns, so that there is
+    no need to let other threads run meanwhile, as for launches.
+    """
+    return ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
 
 
 def _message(code: int) -> str:
@@ -137,21 +140,27 @@ def launch_kernel(config: int, function: int, parameters: int) -> None:
 
 
 _address = ctypes.addressof
-# A tensor map and room to align it, then sizes and strides of five dimensions.
-_MAP_BYTES, _ALIGNMENT, _SIZES_BYTES = 128, 64, 80
-_MapMemory = ctypes.c_char * (_MAP_BYTES + _ALIGNMENT + _SIZES_BYTES)
+# A tensor map and room to align it; sizes and strides of up to five dimensions for its encoding,
+# strides once more for the kernel.
+_MAP_BYTES, _ALIGNMENT = 128, 64
+_SIZES = _MAP_BYTES + _ALIGNMENT
+_MapMemory = ctypes.c_char * (_SIZES + 8 * (5 + 4 + 5))
 
 
 class TensorMap:
     """One encoded tensor map: 128 bytes at an address that is a multiple of 64."""
 
-    __slots__ = ("address", "arguments", "memory")
+    __slots__ = ("address", "arguments", "base", "memory", "parameters", "second_word")
 
     def __init__(self) -> None:
         self.memory: ctypes.Array[ctypes.c_char] = _MapMemory()
         self.address: int = (_address(self.memory) + _ALIGNMENT - 1) & -_ALIGNMENT
         # those of its encoder, kept for the next tensor that it encodes here
-        self.arguments: tuple[Any, ...] | None = None
+        self.arguments: tuple[Any, ...] = ()
+        self.base: ctypes.c_void_p = ctypes.c_void_p()
+        self.second_word: ctypes.c_uint64 = ctypes.c_uint64.from_address(self.address + 8)
+        self.parameters: list[int] = []
+        """Where shape and strides lie as parameters of a kernel, which has them after the map."""
 
 
 class TensorMapEncoder:
@@ -168,55 +177,64 @@ class TensorMapEncoder:
         self._data_type = _DATA_TYPES[dtype]
         self._element = dtype.itemsize
         self._rank = rank = len(box)
+        self._small = _SMALL_TENSOR // self._element
         # the driver counts dimensions from the contiguous one
         self._box = (ctypes.c_uint32 * rank)(*reversed(box))
         self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
-        self._pack: Callable[..., None] = Struct(f"={2 * rank - 1}Q").pack_into
+        self._pack: Callable[..., None] = Struct(f"={2 * rank - 1}Q{rank - 1}q").pack_into
         # no interleaving; elements out of bounds are zero
         tile = (_address(self._box), _address(self._steps), 0, swizzle, _L2_128B, 0)
         self._tile = tuple(kind(x) for kind, x in zip(_ENCODE_TYPES[6:], tile, strict=True))
 
     def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> TensorMap:
         """The map of a tensor at `address`, strides in elements."""
-        made = TensorMap()
+        made = self.empty()
         self.encode(made, address, shape, strides)
+        return made
+
+    def empty(self) -> TensorMap:
+        """Memory for maps of this encoder alone, with the arguments of cuTensorMapEncodeTiled.
+
+        They are C values: converting them takes half of a call.
+        """
+        made, rank = TensorMap(), self._rank
+        sizes = _address(made.memory) + _SIZES
+        byte_strides = sizes + 8 * rank
+        strides = byte_strides + 8 * (rank - 1)
+        tensor = (made.address, self._data_type, rank, 0, sizes, byte_strides)
+        given = [kind(x) for kind, x in zip(_ENCODE_TYPES, tensor, strict=False)]
+        given[_BASE] = made.base
+        made.arguments = (*given, *self._tile)
+        made.parameters = [*range(byte_strides - 8, sizes - 8, -8)]
+        made.parameters += range(strides, strides + 8 * rank, 8)
+        # the contiguous dimension, whose stride `encode` leaves alone
+        ctypes.c_int64.from_address(strides + 8 * (rank - 1)).value = 1
         return made
 
     def encode(
         self, made: TensorMap, address: int, shape: Sequence[int], strides: Sequence[int]
     ) -> None:
-        """Write the map of a tensor into the memory of `made`, which is this encoder's alone."""
-        if made.arguments is None:
-            made.arguments = self._arguments(made)
-        arguments, element = made.arguments, self._element
-        arguments[_BASE].value = address
+        """Write the map of a tensor, and its sizes, into the memory of `made`."""
+        element = self._element
+        made.base.value = address
         # the contiguous dimension comes first, and has no stride
-        if len(strides) == 4:
+        if self._rank == 4:
             # nearly all tensors, without lists in between
             a, b, c, d = shape
             over_a, over_b, over_c, _ = strides
             steps = element * over_c, element * over_b, element * over_a
-            self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, d, c, b, a, *steps)
+            self._pack(made.memory, _SIZES, d, c, b, a, *steps, over_a, over_b, over_c)
+            span = (a - 1) * over_a + (b - 1) * over_b + (c - 1) * over_c + d
         else:
-            _, *others = [element * stride for stride in reversed(strides)]
-            self._pack(made.memory, _MAP_BYTES + _ALIGNMENT, *reversed(shape), *others)
-        code = _encode_function()(*arguments)
+            *outer, _ = strides
+            inner_first = [element * stride for stride in reversed(outer)]
+            self._pack(made.memory, _SIZES, *reversed(shape), *inner_first, *outer)
+            span = sum(map(mul, shape, strides)) - sum(strides) + 1
+        code = _encode_function()(*made.arguments)
         if code:
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled failed: {_message(code)} (address {address:#x}, shape "
                 f"{list(shape)}, strides {list(strides)}, box {list(self._box)[::-1]})"
             )
-        if _fetches_past_small_tensors() and self._is_small(shape, strides):
-            word = ctypes.c_uint64.from_address(made.address + 8)
-            word.value &= ~_SMALL_TENSOR_BIT
-
-    def _arguments(self, made: TensorMap) -> tuple[Any, ...]:
-        """Arguments of cuTensorMapEncodeTiled as C values: converting them takes half of a call."""
-        sizes = _address(made.memory) + _MAP_BYTES + _ALIGNMENT
-        tensor = (made.address, self._data_type, self._rank, 0, sizes, sizes + 8 * self._rank)
-        return (*(kind(x) for kind, x in zip(_ENCODE_TYPES, tensor, strict=False)), *self._tile)
-
-    def _is_small(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
-        """Whether the tensor spans few bytes."""
-        span = sum(map(mul, shape, strides)) - sum(strides) + 1
-        return span * self._element < _SMALL_TENSOR
+        if span < self._small and _fetches_past_small_tensors():
+            made.second_word.value &= ~_SMALL_TENSOR_BIT

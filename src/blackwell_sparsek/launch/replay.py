@@ -27,7 +27,7 @@ MAX_RECORDINGS = 64
 # Sizes that were seen once. Recording takes longer than a call, so it is the second call of the
 # same sizes that is recorded: those of ragged batches may never come again.
 MAX_SEEN = 4096
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 # The precision of float32 products is a global switch, which a recording would not follow.
 _DTYPES = (torch.float16, torch.bfloat16)
 # Options that a key can hold and compare; others go to the checks of the operator.
@@ -38,6 +38,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
+_deterministic = torch.are_deterministic_algorithms_enabled
 _is_autocast_enabled: Callable[[], bool] = torch.is_autocast_enabled
 
 Tensors = tuple[torch.Tensor, ...]
@@ -73,7 +74,9 @@ class Described(NamedTuple):
     """What launches depend on: the key of a call, the addresses of its inputs, its gradients."""
 
     key: tuple[Any, ...]
-    """Ends with `tensors`."""
+    """Options, `kind` and `tensors`."""
+    kind: tuple[Any, ...]
+    """All that the key holds besides options and tensors."""
     addresses: list[int]
     trains: bool
     tensors: list[TensorFacts | None]
@@ -162,8 +165,8 @@ def described(
                 tensors.append(None)
                 addresses.append(0)
                 continue
-            kind = type(x)
-            if kind is not _PLAIN[0] and kind is not _PLAIN[1]:
+            given = type(x)
+            if given is not _TENSOR and given is not _PARAMETER:
                 return None
             wants = with_gradients and x.requires_grad
             if wants:
@@ -180,8 +183,10 @@ def described(
     # a recorded variant of a kernel may rely on the alignment
     if bits & 15:
         return None
-    key = (options, *map(type, options), asked_impl(), stream, *tensors)
-    return Described(key, addresses, trains, tensors)
+    # types, since True equals 1; torch's switch decides which backward will run
+    switch = trains and _deterministic()
+    kind = (*map(type, options), asked_impl(), stream, switch)
+    return Described((options, kind, *tensors), kind, addresses, trains, tensors)
 
 
 def repeat(

@@ -4,28 +4,30 @@
 which integers differ, and what they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .driver import TensorMap, TensorMapEncoder
+from .driver import TensorMap
 from .recording import Launch
-from .variants import Launchable, value_places
+from .variants import Launchable, Prepared, value_places
+
+# What the tensor map of one tensor is made from: address, shape, strides in elements. Records take
+# seven times as long to make as plain tuples.
+MapSource = tuple[int, Sequence[int], Sequence[int]]
 
 
-class MapSource(NamedTuple):
-    """What the tensor map of one tensor is made from; strides in elements."""
+class _OwnMap(NamedTuple):
+    """A tensor map that belongs to one prepared launch, and what encodes it."""
 
-    address: int
-    shape: Sequence[int]
-    strides: Sequence[int]
+    encode: Callable[[TensorMap, int, Sequence[int], Sequence[int]], None]
+    made: TensorMap
 
 
-class _Map(NamedTuple):
-    """Where a descriptor stands among the parameters, and how its tensor map is made."""
+class _Resizable(NamedTuple):
+    """A prepared launch with its tensor maps."""
 
-    place: int
-    encoder: TensorMapEncoder
-    sizes: slice
+    prepared: Prepared
+    maps: list[_OwnMap]
 
 
 class ResizableLaunch:
@@ -44,29 +46,34 @@ class ResizableLaunch:
         self._variant = launched.variant
         self._values = launched.values
         self._places = [places[name] for name in names]
-        encoders = launched.variant.encoders
-        self._maps = [
-            _Map(place, encoder, slice(place + 1, place + 1 + 2 * len(x.shape)))
-            for encoder, (place, x) in zip(encoders, launched.descriptors, strict=True)
-        ]
-        self._free: list[list[TensorMap]] = []
+        self._map_places = [place for place, _ in launched.descriptors]
+        self._free: list[_Resizable] = []
 
     def run(
         self, grid: int, stream: int, values: Sequence[int], tensors: Sequence[MapSource]
     ) -> None:
         """Launch with `values` for the parameters named, and these tensors for the descriptors."""
-        made = self._values.copy()
-        for place, value in zip(self._places, values, strict=True):
-            made[place] = value
-        # one set for each thread that launches at the same time; the driver copies maps
+        # one for each thread that launches at the same time; the driver copies parameters and maps
         try:
-            encoded = self._free.pop()
+            made = self._free.pop()
         except IndexError:
-            encoded = [TensorMap() for _ in self._maps]
-        maps = []
-        for (place, encoder, sizes), x, to in zip(self._maps, tensors, encoded, strict=True):
-            encoder.encode(to, *x)
-            made[sizes] = (*x.shape, *x.strides)
-            maps.append((place, to))
-        self._variant.launch(grid, stream, made, maps)
-        self._free.append(encoded)
+            made = self._new()
+        prepared, maps = made
+        words = prepared.words
+        for place, value in zip(self._places, values, strict=True):
+            words[place] = value
+        for (encode, to), (address, shape, strides) in zip(maps, tensors, strict=True):
+            encode(to, address, shape, strides)
+        prepared.launch_on(grid, stream)
+        self._free.append(made)
+
+    def _new(self) -> _Resizable:
+        """A launch whose tensor maps and their sizes are where `encode` writes them."""
+        prepared, maps = self._variant.prepared(1, self._values), []
+        for place, encoder in zip(self._map_places, self._variant.encoders, strict=True):
+            encoded = encoder.empty()
+            prepared.places[place] = encoded.address
+            for i, parameter in enumerate(encoded.parameters, place + 1):
+                prepared.places[i] = parameter
+            maps.append(_OwnMap(encoder.encode, encoded))
+        return _Resizable(prepared, maps)

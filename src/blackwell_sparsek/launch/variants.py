@@ -91,25 +91,35 @@ class _Walk:
 class Prepared:
     """A launch whose parameters are packed in host memory, for one thread at a time.
 
-    `words` are the parameters, 8 bytes each, in which addresses may be replaced before a launch.
-    `places` is where the driver finds each parameter: that of a tensor map is set to the map.
+    `words` are the parameters, 8 bytes each, in which addresses and integers may be replaced before
+    a launch. `places` is where the driver finds each parameter: that of a tensor map is set to the
+    map.
     """
 
-    __slots__ = ("_config_address", "_function", "_places_address", "config", "places", "words")
+    __slots__ = (
+        *("_cluster", "_config", "_config_address", "_function", "_places_address"),
+        *("places", "words"),
+    )
 
-    def __init__(self, function: int, size: int, config: LaunchConfig):
+    def __init__(self, function: int, size: int, config: LaunchConfig, cluster: int):
         self.words: Any = (ctypes.c_uint64 * size)()
         start = ctypes.addressof(self.words)
         self.places: Any = (ctypes.c_void_p * size)(*[start + 8 * i for i in range(size)])
-        self.config: LaunchConfig = config
+        self._config = config
+        self._cluster = cluster
         self._function = function
         self._config_address = ctypes.addressof(config)
         self._places_address = ctypes.addressof(self.places)
 
     def launch(self, stream: int) -> None:
         """Launch; the driver copies the parameters before it returns."""
-        self.config.stream = stream
+        self._config.stream = stream
         launch_kernel(self._config_address, self._function, self._places_address)
+
+    def launch_on(self, grid: int, stream: int) -> None:
+        """Launch on `grid` clusters, which may be single programs."""
+        self._config.grid_x = grid * self._cluster
+        self.launch(stream)
 
 
 class Variant:
@@ -149,7 +159,7 @@ class Variant:
         config = LaunchConfig(grid * self._cluster, 1, 1, self._threads, 1, 1, self._shared)
         config.attributes = ctypes.addressof(self._attributes)
         config.attribute_count = self._attribute_count
-        made = Prepared(self._function, self._size, config)
+        made = Prepared(self._function, self._size, config, self._cluster)
         self._pack(made.words, 0, *values, *self._workspaces)
         return made
 
@@ -164,11 +174,10 @@ class Variant:
             made = self.prepared(grid, values)
         else:
             self._pack(made.words, 0, *values, *self._workspaces)
-            made.config.grid_x = grid * self._cluster
         places = made.places
         for place, encoded in maps:
             places[place] = encoded.address
-        made.launch(stream)
+        made.launch_on(grid, stream)
         self._free.append(made)
 
 

@@ -15,12 +15,9 @@ from ...launch.replay import keep
 from ...launch.resize import MapSource, ResizableLaunch
 from ...launch.workspace import counters_of_stream, zeroed_counters
 from ...masks.band import EVERYTHING, Band
-from ..operands import token_strides
 from .backward_preprocess import ROW_TILE, ZEROED
 from .config import SUM_COLUMNS, AttnBwdSm90Config, AttnFwdSm90Config
 from .schedule import (
-    BackwardSchedule,
-    ForwardSchedule,
     backward_schedule,
     forward_schedule,
     forward_work_tiles,
@@ -42,21 +39,23 @@ from .tuning import (
 # Plans that a family of calls keeps at most.
 MAX_PLANS = 4096
 
-# Parameters of the kernel that every launch sets anew.
-_SIZES = (
-    "lse_head_stride", "q_len", "kv_len", "num_batch_heads", "raster_group", "dynamic",
-    "tail_share", "lse_ptr", "workspace.counters",
-)  # fmt: skip
+# Parameters of the kernel that every launch sets anew: those of a plan, then those of a call.
+_OF_PLAN = ("num_batch_heads", "raster_group", "dynamic", "tail_share")
+_OF_CALL = ("lse_head_stride", "q_len", "kv_len", "lse_ptr", "workspace.counters")
 
 
 class _ForwardPlan(NamedTuple):
     """How calls of one tiling are launched."""
 
     launch: ResizableLaunch
-    schedule: ForwardSchedule
-    raster_group: int
-    split_tail: bool
-    parts_shape: tuple[int, int, int]
+    programs: int
+    counters: int
+    values: tuple[int, ...]
+    """Those of `_OF_PLAN`."""
+    takes_parts: bool
+    """Whether the kernel has a parameter for the parts of a split tail."""
+    parts_shape: tuple[int, int, int] | None
+    """None if no tail is split."""
 
 
 class ForwardLaunches:
@@ -73,6 +72,7 @@ class ForwardLaunches:
         self._band = spec.band
         self._even = spec.band == EVERYTHING and not spec.is_varlen
         self._device = device
+        self._lse_dtype = lse_dtype(problem.dtype)
         self._launches: dict[int, ResizableLaunch] = {}
         # held, so that nothing else gets its id
         self._configs: list[AttnFwdSm90Config] = []
@@ -83,7 +83,7 @@ class ForwardLaunches:
         config: AttnFwdSm90Config = launch.args[-1]
         if id(config) in self._launches:
             return
-        names = [*_SIZES]
+        names = [*_OF_PLAN, *_OF_CALL]
         names += ["workspace.parts"] if config.SPLIT_TAIL else []
         names += ["sinks_ptr"] if self._problem.sinks else []
         names += ["cu_seqlens.q", "cu_seqlens.kv"] if self._problem.varlen else []
@@ -96,38 +96,42 @@ class ForwardLaunches:
         The device is current.
         """
         q, k, v, sinks, cu_q, cu_k, batch, max_q, max_k = call
-        tokens = (q.shape[0], k.shape[0]) if cu_q else None
+        _, shape_q, strides_q = q
+        tokens = None
+        if cu_q:
+            _, shape_k, _ = k
+            tokens = (shape_q[0], shape_k[0])
         plan = self._plan(batch, max_q, max_k, tokens)
         if plan is None:
             return None
-        launch, schedule, raster_group, split_tail, parts_shape = plan
+        launch, programs, count, values, takes_parts, parts_shape = plan
         problem = self._problem
-        heads, dim_v, dtype = problem.heads_q, problem.head_dim_v, problem.dtype
-        shape, strides = out_layout(q, dim_v)
-        out = empty_on_gpu(shape, strides, dtype)
-        rows = (batch, heads, max_q) if tokens is None else (heads, tokens[0])
-        lse = empty_on_gpu(rows, _contiguous(rows), lse_dtype(dtype))
-        stream, capturing = raw_stream(self._device.index), torch.cuda.is_current_stream_capturing()
-        counters = counters_of_stream(schedule.counters, self._device, stream, capturing)
-        lse_address = lse.data_ptr()
-        values = [
-            *(rows[-1], max_q, max_k, batch * heads),
-            raster_group,
-            *(schedule.dynamic, schedule.tail_share, lse_address, counters.data_ptr()),
-        ]
+        heads = problem.heads_q
+        shape, strides = out_layout(shape_q, strides_q, problem.head_dim_v)
+        out = empty_on_gpu(shape, strides, problem.dtype)
+        if tokens is None:
+            rows = max_q
+            lse = empty_on_gpu((batch, heads, rows), (heads * rows, rows, 1), self._lse_dtype)
+        else:
+            rows, _ = tokens
+            lse = empty_on_gpu((heads, rows), (rows, 1), self._lse_dtype)
+        device = self._device
+        stream, capturing = raw_stream(device.index), torch.cuda.is_current_stream_capturing()
+        counters = counters_of_stream(count, device, stream, capturing)
+        at_lse = lse.data_ptr()
+        given = [*values, rows, max_q, max_k, at_lse, counters.data_ptr()]
         parts = lse
-        if split_tail:
-            if schedule.tail_share > 0:
+        if takes_parts:
+            if parts_shape is not None:
                 parts = empty_on_gpu(parts_shape, _contiguous(parts_shape), torch.float32)
-            values.append(parts.data_ptr())
+            given.append(parts.data_ptr())
         if sinks:
-            values.append(sinks)
-        if cu_q:
-            values += (cu_q, cu_k)
-        tensors = [MapSource(out.data_ptr(), shape, strides), q, k, v]
+            given.append(sinks)
+        tensors: tuple[MapSource, ...] = ((out.data_ptr(), shape, strides), q, k, v)
         if tokens is not None:
-            tensors = [MapSource(x.address, *packed_sizes(x.shape, x.strides)) for x in tensors]
-        launch.run(schedule.programs, stream, values, tensors)
+            given += (cu_q, cu_k)
+            tensors = tuple([(at, *packed_sizes(*sizes)) for at, *sizes in tensors])
+        launch.run(programs, stream, given, tensors)
         return out, lse
 
     def _plan(
@@ -156,25 +160,27 @@ class ForwardLaunches:
         work_tiles = forward_work_tiles(config, batch, problem.heads_q, max_q, all_queries)
         schedule = forward_schedule(config, problem.arch.num_sms, work_tiles, max_k, self._even)
         raster_group = attn_fwd_sm90_raster_group(problem, self._band, config)
-        parts_shape = schedule.parts_shape(config)
-        return _ForwardPlan(launch, schedule, raster_group, config.SPLIT_TAIL, parts_shape)
+        share = schedule.tail_share
+        values = (batch * problem.heads_q, raster_group, schedule.dynamic, share)
+        parts_shape = schedule.parts_shape(config) if share > 0 else None
+        sizes = (schedule.programs, schedule.counters, values)
+        return _ForwardPlan(launch, *sizes, config.SPLIT_TAIL, parts_shape)
 
 
 # The same for the kernels of the backward.
+_STRIDES = Strides._fields
 _PREPROCESS = (
-    "lse_log2_ptr", "delta_ptr", "out_ptr", "dout_ptr", "lse_ptr", "q_len", "padded",
-    *(f"{x}_strides.{part}" for x in ("out", "dout") for part in Strides._fields),
+    "out_ptr", "dout_ptr", "lse_ptr", "q_len", *(f"out_strides.{x}" for x in _STRIDES),
+    *(f"dout_strides.{x}" for x in _STRIDES), "padded", "lse_log2_ptr", "delta_ptr",
 )  # fmt: skip
-_BACKWARD = ("work_ptrs.counter", "q_len", "kv_len", "num_batch_heads", "raster_group")
-_POSTPROCESS = (
-    "dq_ptr", "sums_ptr", "q_len", "padded", *(f"dq_strides.{part}" for part in Strides._fields),
-)  # fmt: skip
+_BACKWARD = ("q_len", "kv_len", "work_ptrs.counter", "num_batch_heads", "raster_group")
+_POSTPROCESS = ("dq_ptr", "q_len", *(f"dq_strides.{x}" for x in _STRIDES), "padded", "sums_ptr")
 # Where work tiles share query heads, also these, and another kernel.
 _ZEROED_KEYS = ("k_sums_ptr", "v_sums_ptr", "k_chunks", "v_chunks")
 _SHARED_HEADS = ("group_size", "head_splits")
 _ROUND_KEYS = (
-    "dk_ptr", "dv_ptr", "k_sums_ptr", "v_sums_ptr", "kv_len", "padded", "splits",
-    *(f"{x}_strides.{part}" for x in ("dk", "dv") for part in Strides._fields),
+    "dk_ptr", "dv_ptr", "kv_len", *(f"dk_strides.{x}" for x in _STRIDES),
+    *(f"dv_strides.{x}" for x in _STRIDES), "padded", "splits", "k_sums_ptr", "v_sums_ptr",
 )  # fmt: skip
 
 
@@ -196,19 +202,49 @@ class _BackwardKernels:
         # wide heads add dq by address, the others by tensor map
         sums = ["sums_ptr"] if self.config.SHARED_KEYS else []
         self.preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, *zeroed))
-        self.backward = ResizableLaunch(backward, (*_BACKWARD, *semaphore, *shares, *sums))
+        self.backward = ResizableLaunch(backward, (*_BACKWARD, *shares, *semaphore, *sums))
         semaphore = ["semaphores_ptr"] if ordered else []
         self.postprocess = ResizableLaunch(postprocess, (*_POSTPROCESS, *semaphore))
         self.round_keys = [ResizableLaunch(x, _ROUND_KEYS) for x in round_keys]
 
 
+# dout, q, k, v, out and lse.
+GradientSources = tuple[MapSource, MapSource, MapSource, MapSource, MapSource, MapSource]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Shape and strides of a tensor.
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class _BackwardPlan(NamedTuple):
-    """How gradients of one tiling are launched."""
+    """How gradients of one tiling are launched: all that does not depend on their exact lengths.
+
+    Workspaces are parts of one allocation.
+    """
 
     kernels: _BackwardKernels
-    schedule: BackwardSchedule
-    raster_group: int
-    head_splits: int
+    programs: int
+    counted: bool
+    row_tiles: int
+    """Programs of preprocess and postprocess."""
+    key_tiles: int
+    """Programs that round dk and dv."""
+    padded: int
+    """Rows of a head in workspaces."""
+    padded_keys: int
+    copies: int
+    """Sums of dk and dv for each KV head: one, or if ordered one for each share of its queries."""
+    chunks: tuple[int, ...]
+    """Pieces of these sums that the preprocess zeroes."""
+    values: tuple[int, ...]
+    """Of the backward: (batch, KV head) with their shares, raster group, and those shares."""
+    memory_shape: tuple[int]
+    starts: tuple[int, ...]
+    """Bytes at which lse, delta, sums, semaphores, sums of dk and dv, and a counter begin."""
+    rows: _Layout
+    """Of lse and of delta, as tensor maps describe them; the others likewise."""
+    sums: _Layout
+    k_sums: _Layout
+    v_sums: _Layout
 
 
 class BackwardLaunches:
@@ -237,88 +273,84 @@ class BackwardLaunches:
         kernels = _BackwardKernels(launches)
         self._kernels[kernels.config] = kernels
 
-    def run(
-        self,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...] | None:
+    def run(self, given: GradientSources, tensors: tuple[torch.Tensor, ...]) -> Gradients | None:
         """Gradients of q, k and v, or None if the kernels do not run such a call.
 
         The device is current; TMA takes all tensors, and 16 divides the strides of dout and out.
+
+        Parameters
+        ----------
+        given : dout, q, k, v, out and lse
+        tensors : q, k and v
         """
-        batch, heads, q_len, _ = q.shape
-        kv_len, kv_batch_heads = k.shape[2], batch * k.shape[1]
+        dout, q, k, v, out, lse = given
+        _, shape_q, strides_q = q
+        _, shape_k, strides_k = k
+        _, shape_v, strides_v = v
+        batch, _, q_len, _ = shape_q
+        _, _, kv_len, _ = shape_k
         plan = self._plan(batch, q_len, kv_len)
         if plan is None:
             return None
-        kernels, schedule, raster_group, head_splits = plan
-        config = kernels.config
+        kernels, config = plan.kernels, plan.kernels.config
         ordered, split = config.ORDERED, config.SPLIT_HEADS
-        dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
-        stream, capturing = raw_stream(self._device.index), torch.cuda.is_current_stream_capturing()
-
-        padded, padded_keys = padded_rows(q_len), padded_rows(kv_len)
-        rows = batch * heads * padded
-        row_bytes, sums_bytes = 4 * rows, 4 * rows * config.TILE_D
-        # sums of dk and dv: those of all work tiles, or one for each share of the query heads
-        copies = (head_splits if ordered else 1) if split else 0
-        key_rows = kv_batch_heads * copies * padded_keys
-        # One allocation: 16 divides all addresses, since 128 divides `padded`. There are two
-        # semaphores of 4 bytes for 64 rows.
-        sizes = (
-            *(row_bytes, row_bytes, sums_bytes, rows // 8),
-            *(4 * key_rows * config.TILE_D, 4 * key_rows * config.TILE_DV, 4),
-        )
-        memory = empty_on_gpu((sum(sizes),), (1,), torch.uint8)
-        lse_log2, delta, sums, semaphores, k_sums, v_sums, counter = accumulate(
-            sizes[:-1], initial=memory.data_ptr()
-        )
+        of_q, of_k, of_v = tensors
+        dq = _empty_like(of_q, shape_q, strides_q)
+        dk = _empty_like(of_k, shape_k, strides_k)
+        dv = _empty_like(of_v, shape_v, strides_v)
+        device = self._device
+        stream, capturing = raw_stream(device.index), torch.cuda.is_current_stream_capturing()
+        memory = empty_on_gpu(plan.memory_shape, (1,), torch.uint8)
+        start = memory.data_ptr()
+        lse_log2, delta, sums, semaphores, k_sums, v_sums, counter = [
+            start + offset for offset in plan.starts
+        ]
         owner = memory
-        if schedule.counted:
-            counter, owner = zeroed_counters(1, self._device, stream, capturing)
+        if plan.counted:
+            counter, owner = zeroed_counters(1, device, stream, capturing)
 
-        row_tiles = rows // ROW_TILE
-        strides = (*token_strides(out), *token_strides(dout))
+        at_out, shape_out, strides_out = out
+        at_dout, shape_dout, strides_dout = dout
+        at_lse, _, _ = lse
         values = [
-            *(lse_log2, delta, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), q_len, padded),
-            *(*strides, semaphores if ordered else sums),
+            *(at_out, at_dout, at_lse, q_len),
+            *_token_strides(shape_out, strides_out),
+            *_token_strides(shape_dout, strides_dout),
+            *(plan.padded, lse_log2, delta, semaphores if ordered else sums),
         ]
         if split and not ordered:
-            chunks = (key_rows * width // ZEROED for width in (config.TILE_D, config.TILE_DV))
-            values += (k_sums, v_sums, *chunks)
-        kernels.preprocess.run(row_tiles, stream, values, ())
-        order = [semaphores] if ordered else []
-        values = [counter, q_len, kv_len, kv_batch_heads * head_splits, raster_group, *order]
-        tensors = []
+            values += (k_sums, v_sums, *plan.chunks)
+        kernels.preprocess.run(plan.row_tiles, stream, values, ())
+
+        values = [q_len, kv_len, counter, *plan.values]
+        if ordered:
+            values.append(semaphores)
+        maps: list[MapSource] = []
         if config.SHARED_KEYS:
             values.append(sums)
         else:
-            tensors.append(_sums_source(sums, batch * heads, padded, config.TILE_D))
+            maps.append((sums, *plan.sums))
+        at_dk, at_dv = dk.data_ptr(), dv.data_ptr()
+        strides_dk, strides_dv = dk.stride(), dv.stride()
         if split:
-            values += (heads // k.shape[1] // head_splits, head_splits)
-            tensors.append(
-                _sums_source(k_sums, kv_batch_heads * copies, padded_keys, config.TILE_D)
-            )
-            tensors.append(
-                _sums_source(v_sums, kv_batch_heads * copies, padded_keys, config.TILE_DV)
-            )
+            maps += ((k_sums, *plan.k_sums), (v_sums, *plan.v_sums))
         else:
-            tensors += (_source(dk), _source(dv))
-        tensors += (
-            *(_source(x) for x in (dout, q, k, v)),
-            *(MapSource(at, (batch * heads, padded), (padded, 1)) for at in (lse_log2, delta)),
-        )
-        kernels.backward.run(schedule.programs, stream, values, tensors)
-        values = [dq.data_ptr(), sums, q_len, padded, *token_strides(dq), *order]
-        kernels.postprocess.run(row_tiles, stream, values, ())
+            maps += ((at_dk, shape_k, strides_dk), (at_dv, shape_v, strides_dv))
+        maps += (dout, q, k, v, (lse_log2, *plan.rows), (delta, *plan.rows))
+        kernels.backward.run(plan.programs, stream, values, maps)
+
+        values = [dq.data_ptr(), q_len, *_token_strides(shape_q, dq.stride()), plan.padded, sums]
+        if ordered:
+            values.append(semaphores)
+        kernels.postprocess.run(plan.row_tiles, stream, values, ())
         for launch in kernels.round_keys:
-            values = [dk.data_ptr(), dv.data_ptr(), k_sums, v_sums, kv_len, padded_keys, copies]
-            values += (*token_strides(dk), *token_strides(dv))
-            launch.run(kv_batch_heads * padded_keys // ROW_TILE, stream, values, ())
+            values = [
+                *(at_dk, at_dv, kv_len),
+                *_token_strides(shape_k, strides_dk),
+                *_token_strides(shape_v, strides_dv),
+                *(plan.padded_keys, plan.copies, k_sums, v_sums),
+            ]
+            launch.run(plan.key_tiles, stream, values, ())
         # until here nobody else may have the memory
         del memory, owner
         return dq, dk, dv
@@ -326,8 +358,13 @@ class BackwardLaunches:
     def _plan(self, batch: int, q_len: int, kv_len: int) -> _BackwardPlan | None:
         tiling = tiling_of(batch, q_len, kv_len)
         plan = self._plans.get(tiling)
-        if plan is not None:
-            return plan
+        if plan is None:
+            plan = self._new_plan(batch, q_len, kv_len)
+            if plan is not None:
+                keep(self._plans, tiling, plan, MAX_PLANS)
+        return plan
+
+    def _new_plan(self, batch: int, q_len: int, kv_len: int) -> _BackwardPlan | None:
         problem = self._problem.with_lengths(batch, q_len, kv_len, None)
         if attn_fwd_sm90_lengths_unsupported(problem) or attn_bwd_sm90_passed_over(problem):
             return None
@@ -335,29 +372,67 @@ class BackwardLaunches:
         kernels = self._kernels.get(attn_bwd_sm90_config(problem, head_splits))
         if kernels is None:
             return None
-        sms, heads = problem.arch.num_sms, batch * problem.heads_kv * head_splits
-        schedule = backward_schedule(kernels.config, sms, heads, kv_len)
-        raster_group = attn_bwd_sm90_raster_group(problem, head_splits)
-        plan = _BackwardPlan(kernels, schedule, raster_group, head_splits)
-        keep(self._plans, tiling, plan, MAX_PLANS)
-        return plan
+        config, heads_kv = kernels.config, problem.heads_kv
+        heads, kv_heads = batch * problem.heads_q, batch * heads_kv
+        sms, shares = problem.arch.num_sms, kv_heads * head_splits
+        schedule = backward_schedule(config, sms, shares, kv_len)
+        values: tuple[int, ...] = (shares, attn_bwd_sm90_raster_group(problem, head_splits))
+        copies = 0
+        if config.SPLIT_HEADS:
+            values += (problem.heads_q // heads_kv // head_splits, head_splits)
+            copies = head_splits if config.ORDERED else 1
+        padded, padded_keys = padded_rows(q_len), padded_rows(kv_len)
+        rows, key_rows = heads * padded, kv_heads * copies * padded_keys
+        # 16 divides all addresses, since 128 divides `padded`. There are two semaphores of 4 bytes
+        # for 64 rows.
+        sizes = (
+            *(4 * rows, 4 * rows, 4 * rows * config.TILE_D, rows // 8),
+            *(4 * key_rows * config.TILE_D, 4 * key_rows * config.TILE_DV, 4),
+        )
+        return _BackwardPlan(
+            kernels,
+            programs=schedule.programs,
+            counted=schedule.counted,
+            row_tiles=rows // ROW_TILE,
+            key_tiles=kv_heads * padded_keys // ROW_TILE,
+            padded=padded,
+            padded_keys=padded_keys,
+            copies=copies,
+            chunks=tuple(key_rows * width // ZEROED for width in (config.TILE_D, config.TILE_DV)),
+            values=values,
+            memory_shape=(sum(sizes),),
+            starts=tuple(accumulate(sizes[:-1], initial=0)),
+            rows=((heads, padded), (padded, 1)),
+            sums=_sums_layout(heads, padded, config.TILE_D),
+            k_sums=_sums_layout(kv_heads * copies, padded_keys, config.TILE_D),
+            v_sums=_sums_layout(kv_heads * copies, padded_keys, config.TILE_DV),
+        )
 
 
-def _sums_source(address: int, heads: int, rows: int, width: int) -> MapSource:
+def _sums_layout(heads: int, rows: int, width: int) -> _Layout:
     """Sums of gradients of `heads` heads, as `launch._sums_descriptor` describes them."""
     size = rows * width
-    return MapSource(address, (heads, size // SUM_COLUMNS, SUM_COLUMNS), (size, SUM_COLUMNS, 1))
+    return (heads, size // SUM_COLUMNS, SUM_COLUMNS), (size, SUM_COLUMNS, 1)
 
 
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """`torch.empty_like` without its dispatch, where memory has no gaps."""
-    if x.is_contiguous():
-        return empty_on_gpu(tuple(x.shape), x.stride(), x.dtype)
+def _empty_like(x: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """`torch.empty_like` without its dispatch, where heads of [B, H, S, D] have no gaps."""
+    batch, heads, rows, dim = shape
+    size = heads * rows * dim
+    if strides in ((size, rows * dim, dim, 1), (size, dim, heads * dim, 1)):
+        return empty_on_gpu((batch, heads, rows, dim), strides, x.dtype)
     return torch.empty_like(x)
 
 
-def _source(x: torch.Tensor) -> MapSource:
-    return MapSource(x.data_ptr(), x.shape, x.stride())
+def _token_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """`operands.token_strides` of [B, H, S, D] by sizes."""
+    batch, heads, tokens, _ = shape
+    of_batch, of_head, of_token, _ = strides
+    return (
+        of_batch if batch > 1 else 0,
+        of_head if heads > 1 else 0,
+        of_token if tokens > 1 else 0,
+    )
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -368,12 +443,16 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def out_layout(q: MapSource, dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def out_layout(
+    shape_q: Sequence[int], strides_q: Sequence[int], dim_v: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the output for such queries, as `empty_out` makes it."""
-    shape = (*q.shape[:-1], dim_v)
-    if len(shape) == 4:
-        _, heads, rows, _ = shape
-        _, head_stride, row_stride, _ = q.strides
-        if head_stride < row_stride:
-            return shape, (rows * heads * dim_v, dim_v, heads * dim_v, 1)
-    return shape, _contiguous(shape)
+    if len(shape_q) == 3:
+        tokens, heads, _ = shape_q
+        return (tokens, heads, dim_v), (heads * dim_v, dim_v, 1)
+    batch, heads, rows, _ = shape_q
+    _, head_stride, row_stride, _ = strides_q
+    size = rows * heads * dim_v
+    if head_stride < row_stride:
+        return (batch, heads, rows, dim_v), (size, dim_v, heads * dim_v, 1)
+    return (batch, heads, rows, dim_v), (size, rows * dim_v, dim_v, 1)

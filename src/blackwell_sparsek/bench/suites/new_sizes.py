@@ -20,7 +20,10 @@ from ..case import REPORTED, Case, Contender, Peer, Suite
 from .attention import dtype_of
 from .attention_peers import OURS
 
-SDPA = "sdpa"
+SDPA, FUNCTION = "sdpa", "function"
+# Kinds of calls that compute gradients. Autograd computes those of a GPU in a thread of its own;
+# the second kind does it in the thread of the caller.
+TRAINING, CALLING_THREAD = "training", "training, calling thread"
 # Lengths of one measurement; those of the same library take different ones.
 LENGTHS = 500
 _SHORTEST, _LONGEST = 129, 4096
@@ -37,6 +40,11 @@ class NewSizes(NamedTuple):
     head_dim: int
     lengths: int
     dtype: torch.dtype
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind in (TRAINING, CALLING_THREAD)
 
     def describe(self) -> dict[str, Any]:
         """The problem as the results record it."""
@@ -74,7 +82,7 @@ class NewInputs:
         for memory, h in zip(self.memory, heads, strict=True):
             shape = (length, h, problem.head_dim) if packed else (1, h, length, problem.head_dim)
             made.append(memory[: length * h * problem.head_dim].view(shape))
-        if problem.kind == "training":
+        if problem.trains:
             made[:3] = [x.detach().requires_grad_() for x in made[:3]]
         return made
 
@@ -128,11 +136,36 @@ def _why_not_sdpa(inputs: NewInputs) -> str | None:
     return "no packed sequences" if inputs.problem.kind == "packed" else None
 
 
-def _contender(inputs: NewInputs, call: Call) -> Contender:
+class _Nothing(torch.autograd.Function):
+    """Computes nothing: what a step costs whose forward and backward are functions in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        return ctx.saved_tensors
+
+
+def _function(inputs: NewInputs) -> Contender:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return made
+
+    return _contender(inputs, call, checked=False)
+
+
+def _why_no_function(inputs: NewInputs) -> str | None:
+    return None if inputs.problem.trains else "about gradients"
+
+
+def _contender(inputs: NewInputs, call: Call, checked: bool = True) -> Contender:
     problem, lengths = inputs.problem, inputs.lengths()
 
     def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
-        if problem.kind != "training":
+        if not problem.trains:
             return call(q, k, v)
         with torch.enable_grad():
             # gradients that stayed in q, k and v would make each call allocate memory from CUDA
@@ -146,15 +179,20 @@ def _contender(inputs: NewInputs, call: Call) -> Contender:
         memory, *_ = inputs.memory
         _wait(memory)
         times = []
-        for made in tensors:
-            begin = time.perf_counter()
-            once(*made)
-            times.append(time.perf_counter() - begin)
+        with torch.autograd.set_multithreading_enabled(problem.kind != CALLING_THREAD):
+            for made in tensors:
+                begin = time.perf_counter()
+                once(*made)
+                times.append(time.perf_counter() - begin)
         return statistics.median(times)
+
+    def check(seconds: float) -> None:
+        if checked:
+            _check(call, inputs, lengths)
 
     for made in inputs.take(lengths, min(_WARM_UP, problem.lengths)):
         once(*made)
-    return Contender(measured, lambda seconds: _check(call, inputs, lengths))
+    return Contender(measured, check)
 
 
 def _wait(x: torch.Tensor) -> None:
@@ -180,6 +218,12 @@ def _check(call: Call, inputs: NewInputs, lengths: Iterator[int]) -> None:
 PEERS = {
     OURS: Peer(OURS, "blackwell_sparsek, impl auto", _ours),
     SDPA: Peer(SDPA, "SDPA of the same shapes", _sdpa, supports=_why_not_sdpa, rival=True),
+    FUNCTION: Peer(
+        FUNCTION,
+        "an autograd.Function that computes nothing",
+        _function,
+        supports=_why_no_function,
+    ),
 }
 
 
@@ -189,12 +233,13 @@ def new_sizes(tiny: bool = False) -> Iterator[Case]:
     sizes = (2, 1, 16) if tiny else (2, 1, 128)
     names = {
         "forward": "attention, new lengths",
-        "training": "attention and gradients, new lengths",
+        TRAINING: "attention and gradients, new lengths",
+        CALLING_THREAD: "attention and gradients, new lengths, backward on the calling thread",
         "packed": "packed sequences, new lengths",
     }
     for kind, name in names.items():
         problem = NewSizes(kind, *sizes, 3 if tiny else LENGTHS, dtype_of(tiny))
-        yield Case(name, problem.describe(), problem.build, (OURS, SDPA), modes=(REPORTED,))
+        yield Case(name, problem.describe(), problem.build, tuple(PEERS), modes=(REPORTED,))
 
 
 SUITES = [Suite("new_sizes", new_sizes.__doc__ or "", new_sizes, PEERS, OURS, unit="us")]
