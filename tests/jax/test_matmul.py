@@ -157,7 +157,7 @@ def test_sddmm_errors():
     m = matrix(32, 48, (16, 16))
     with pytest.raises(InvalidInput, match=re.escape("expected [32, K] and [K, 48]")):
         bsk_jax.sddmm(array(32, 4), array(5, 48), m)
-    with pytest.raises(InvalidType, match="pattern is not a matrix"):
+    with pytest.raises(InvalidType, match="pattern is not a matrix; expected BSRMatrix, got"):
         bsk_jax.sddmm(array(32, 4), array(4, 48), array(32, 48))
 
 

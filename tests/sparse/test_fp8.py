@@ -97,3 +97,10 @@ def test_a_saved_state_without_scales_is_refused():
     del state["descale"]
     with pytest.raises(InvalidType, match=r"data has an unsupported dtype.*uint8"):
         BSRMatrix.__new__(BSRMatrix).__setstate__(state)
+
+
+def test_parameters_are_rounded_without_gradients():
+    wide = matrix()
+    trained = wide.with_data(wide.data.clone().requires_grad_())
+    with torch.no_grad():
+        assert trained.to_fp8().storage.equal(wide.to_fp8().storage)

@@ -1,5 +1,6 @@
 """Random calls against the second oracle, and faults planted to see that they are found."""
 
+import inspect
 import itertools
 import json
 import pathlib
@@ -9,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import Unsupported
 from blackwell_sparsek.testing import fuzz, fuzz_attention, fuzz_products, naive
 from blackwell_sparsek.testing.fuzz_draw import Draw, same_bits
@@ -27,6 +29,26 @@ def test_corpus(kind, seed, device):
 def test_a_call_of_each_kind(kind, device):
     outcome = fuzz.run_one(kind, 20, device)
     assert not outcome.problem, f"{outcome.told}\n{outcome.problem}"
+
+
+# Public functions that are not drawn, and why.
+NOT_DRAWN = {
+    "check_decode_inputs": "computes nothing",
+    "explain": "computes nothing",
+    "kv_cache_bytes": "a product of sizes",
+    "kv_memory_table": "text",
+    "sparsity_report": "text",
+}
+
+
+def test_every_public_function_is_drawn():
+    folder = pathlib.Path(fuzz.__file__).parent
+    text = "".join(path.read_text() for path in folder.glob("fuzz_*.py"))
+    functions = {name for name in bsk.__all__ if inspect.isfunction(getattr(bsk, name))}
+    functions |= {"SparsekCache", "KeySelection", "BSRMatrix", "BlockMask", "KVCache"}
+    missing = {name for name in functions if f"{name}(" not in text and f"{name}." not in text}
+    assert missing == set(NOT_DRAWN)
+    assert {f"fp8.{name}" for name in bsk.fp8.__all__ if name.islower()} <= set(fuzz.KINDS)
 
 
 @pytest.mark.exhaustive

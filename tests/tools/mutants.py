@@ -44,12 +44,32 @@ TARGETS = (
     "attention/*.py",
     "attention/eager/*.py",
     "attention/triton/*.py",
+    "attention/gated/*.py",
     "decode/*.py",
+    "distributed/*.py",
+    "fp8/*.py",
+    "jax/*.py",
     "kv_cache/*.py",
     "matmul/*.py",
     "matmul/triton/*.py",
+    "ragged/*.py",
+    "select_keys/*.py",
+    "sparse_attention/*.py",
+    "sparse_attention/eager/*.py",
+    "sparse_attention/triton/*.py",
+    "sparsek/*.py",
 )
-NOT_TARGETS = ("tuning.py", "estimate.py", "__init__.py", "sm90.py", "sm90_producer.py")
+NOT_TARGETS = (
+    "tuning.py",
+    "portable_tuning.py",
+    "estimate.py",
+    "estimate_sampled.py",
+    "__init__.py",
+    "sm90.py",
+    "sm90_latent.py",
+    "sm90_latent_tiles.py",
+    "sm90_producer.py",
+)
 
 # For each folder or file, tests that run after those of the same name; the longest entry that a
 # path begins with counts.
@@ -58,6 +78,7 @@ FALLBACKS = {
     "masks/order": ["attention/sm90/test_dq_order.py"],
     "masks/segments": ["attention/test_varlen.py", "attention/sm90/test_launch.py"],
     "sparse": ["sparse/test_matrix.py", "sparse/test_validate.py", "matmul/test_op.py"],
+    "sparse/matrix": ["sparse/test_matrix.py", "sparse/test_fp8.py", "matmul/test_op.py"],
     "sparse/scores": ["prune/test_sparsify.py"],
     "calls/attention": ["attention/test_op.py", "attention/test_api.py"],
     "calls/cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
@@ -87,11 +108,38 @@ FALLBACKS = {
     "attention/eager": ["attention/eager/test_forward.py", "attention/test_autograd.py"],
     "attention/triton": ["attention/triton/test_route.py"],
     "decode": ["decode/test_api.py", "decode/test_op.py"],
+    "distributed": ["distributed/test_alone.py", "distributed/test_simulated_ranks.py"],
+    "distributed/plan": ["distributed/test_simulated_ranks.py"],
+    # what ranks tell each other is seen by ranks in processes of their own
+    "distributed/api": ["distributed/test_simulated_ranks.py", "distributed/test_ranks.py"],
+    "distributed/decode": ["distributed/test_ranks.py"],
+    "distributed/linear": ["distributed/test_ranks.py"],
+    "fp8": ["fp8/test_quantize.py", "fp8/test_attention.py", "fp8/test_matmul.py"],
+    "fp8/attend": ["fp8/test_attention.py"],
+    "fp8/multiply": ["fp8/test_matmul.py"],
+    "jax": ["jax/test_attention.py", "jax/test_decode.py", "jax/test_matmul.py"],
+    "jax/attention_triton": ["jax/test_attention_kernels.py", "jax/test_vmap_kernels.py"],
+    "jax/batching": ["jax/test_vmap_kernels.py"],
+    "jax/decode_triton": ["jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
+    "jax/flat_kernels": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
+    "jax/kernel_calls": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
+    "jax/matmul_triton": ["jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
     "decode/triton": ["decode/test_variants.py"],
     "kv_cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
     "matmul": ["matmul/test_api.py", "matmul/test_op.py", "matmul/test_eager.py"],
     "matmul/triton": ["matmul/test_op.py"],
     "matmul/triton/finish": ["matmul/triton/test_spmm.py"],
+    "ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
+    "select_keys": ["select_keys/test_api.py", "select_keys/test_choose.py"],
+    "sparse_attention": [
+        "sparse_attention/test_api.py",
+        "sparse_attention/eager/test_eager.py",
+    ],
+    "sparse_attention/triton": [
+        "sparse_attention/triton/test_forward.py",
+        "sparse_attention/triton/test_backward.py",
+    ],
+    "sparsek": ["sparsek/test_api.py", "sparsek/test_triton.py", "sparsek/test_cache.py"],
 }
 
 

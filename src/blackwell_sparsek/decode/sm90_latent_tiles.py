@@ -5,6 +5,16 @@ Two consumers process the tiles of a split in pairs. Each computes the scores of
 and sums half of the columns of the values, so they pass weights and row states to each other.
 `multiply_in_turns` and `multiply_own_first` differ in how they do that; `sm90_latent.py` calls
 them.
+
+No wait can miss its phase. A barrier tells a phase from the next one only, so nobody may wait for a
+half of a stage that can be released, copied again and full again before it looks:
+
+- The consumer that has the scores of a tile waits for both halves. Its own is released by itself
+  alone, and the other consumer releases the other one after it got the weights of these scores.
+- The consumer without the scores may get the weights late, when the other one has released its half
+  and the producer has filled that again. So it waits for its own half alone.
+
+`tests/decode/test_latent_protocol.py` runs both orders at any speed of the roles.
 """
 
 from typing import Any, NamedTuple
@@ -119,7 +129,8 @@ def _release(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
-    """Wait for a tile; return whether a page was out of range, and whether to clear some values.
+    """Wait for a tile whose scores this consumer has; whether a page was out of range, and whether
+    some keys are not to be read.
 
     The first result covers all tiles of the split so far.
     """
@@ -142,18 +153,23 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _await_values(shared, step, kv_start, seen, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Wait for the values of a tile whose scores the other consumer has; return its `wrong`.
+def _await_half(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """Wait for this consumer's half of the values of a tile whose scores the other one has."""
+    _await_part(ring, step, GROUP, CFG)
+    _show_copies(CFG)
 
-    Gathered keys: only for the part that this consumer releases. The other consumer may have
-    released the other one already, and once that is full again, its phase is ambiguous.
+
+@gluon.jit
+def _noted_wrong(shared, step, CFG: gl.constexpr):
+    """Whether a page of the split so far was out of range, once the weights of a tile are there.
+
+    Whoever made the weights has waited for both halves, hence for the notes, which come with either
+    of them. They stay until this consumer releases its half.
     """
-    if CFG.GATHERED:
-        _await_part(shared.ring, step, GROUP, CFG)
-        _show_copies(CFG)
-        wrong = step - step
-    else:
-        wrong, _ = _await_tile(shared, step, kv_start, seen, CFG)
+    wrong = step - step
+    if CFG.scattered:
+        group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        wrong = gl.max(shared.notes.flags.index(step % CFG.STAGES).load(group), 0) % 2
     return wrong
 
 
@@ -322,13 +338,14 @@ def multiply_in_turns(
             acc = _end_values(product, handover, ring, step, GROUP, CFG)
             if even + 1 < kv_tiles:
                 step += 1
-                wrong = _await_values(shared, step, odd_start, seen, GROUP, CFG)
+                _await_half(ring, step, GROUP, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
+                wrong = _noted_wrong(shared, step, CFG)
                 acc = _end_values(product, handover, ring, step, GROUP, CFG)
         else:
-            wrong = _await_values(shared, step, kv_start, seen, GROUP, CFG)
+            _await_half(ring, step, GROUP, CFG)
             if even + 1 < kv_tiles:
-                s, wrong, cut = _start_scores(queries, shared, step + 1, odd_start, seen, CFG)
+                s, _, cut = _start_scores(queries, shared, step + 1, odd_start, seen, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 p, new, rescale = _weigh_tile(
@@ -338,6 +355,7 @@ def multiply_in_turns(
                 step += 1
                 _hand_over(handover, p, new, rescale, shared, step, odd_start, seen, cut, CFG)
             product, state = _start_values(handover, ring, step, acc, first_col, CFG)
+            wrong = _noted_wrong(shared, step, CFG)
             acc = _end_values(product, handover, ring, step, GROUP, CFG)
         step += 1
     return step, acc, state, wrong
@@ -436,7 +454,8 @@ def _even_of_pair(
     _give_even_weights(exchange, ring, step, p * rescale[:, None], CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
     _release(ring, step, 0, CFG)
-    wrong, _ = _await_tile(shared, step + 1, (tile + 1) * CFG.TILE_N, seen, CFG)
+    _await_half(ring, step + 1, 0, CFG)
+    wrong = _noted_wrong(shared, step + 1, CFG)
     product = _add_other(exchange.p, ring, step + 1, _rescaled(acc, rescale, CFG), 0, CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
     _release(ring, step + 1, 0, CFG)
@@ -466,7 +485,7 @@ def _odd_of_pair(
     mbarrier.arrive(exchange.odd_weights, count=1)
     acc = _rescaled(acc, even_rescale * rescale, CFG)
     product = _add_own(p, ring, step + 1, acc, 1, CFG)
-    _await_tile(shared, step, tile * CFG.TILE_N, seen, CFG)
+    _await_half(ring, step, 1, CFG)
     mbarrier.wait(exchange.even_weights, pairs & 1)
     weights = ring.k.index(step % CFG.STAGES)
     product = _add_other(weights, ring, step, product, 1, CFG)
@@ -516,10 +535,11 @@ def multiply_own_first(
             _give_even_weights(exchange, ring, step, p, CFG)
             product = _add_own(p, ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
         else:
-            wrong, _ = _await_tile(shared, step, tile * CFG.TILE_N, seen, CFG)
+            _await_half(ring, step, 1, CFG)
             mbarrier.wait(exchange.even_state, pairs & 1)
             state, rescale = _read_state(exchange.even, state, CFG)
             mbarrier.wait(exchange.even_weights, pairs & 1)
+            wrong = _noted_wrong(shared, step, CFG)
             weights = ring.k.index(step % CFG.STAGES)
             product = _add_other(weights, ring, step, _rescaled(acc, rescale, CFG), 1, CFG)
         acc = warpgroup_mma_wait(0, deps=(product,))

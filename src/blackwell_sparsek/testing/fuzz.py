@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.env import triton_interpreted
-from . import fuzz_attention, fuzz_products, fuzz_serving
+from . import fuzz_attention, fuzz_products, fuzz_serving, fuzz_sparse
 from .fuzz_draw import Draw
 
 KINDS: dict[str, Callable[[Draw], None]] = {
     **fuzz_attention.KINDS,
     **fuzz_serving.KINDS,
+    **fuzz_sparse.KINDS,
     **fuzz_products.KINDS,
 }
 # How often each kind is drawn; the others once.

@@ -129,11 +129,14 @@ def _absent(shape: Shape, shown: Tensor) -> Tensor:
     return absent
 
 
-def check_forward(out: Tensor, lse: Tensor, given: QKV, seen: Tensor, softmax: Softmax) -> None:
+def check_forward(
+    out: Tensor, lse: Tensor, given: QKV, seen: Tensor, softmax: Softmax,
+    factors: Tensor | None = None,
+) -> None:  # fmt: skip
     """Compare results [B, Hq, Sq, Dv] and [B, Hq, Sq] with the second oracle."""
-    exact, exact_lse = naive.attention(*given, seen, softmax, FP64)
-    plain, _ = naive.attention(*given, seen, softmax, out.dtype)
-    _, plain_lse = naive.attention(*given, seen, softmax, torch.float32)
+    exact, exact_lse = naive.attention(*given, seen, softmax, FP64, factors)
+    plain, _ = naive.attention(*given, seen, softmax, out.dtype, factors)
+    _, plain_lse = naive.attention(*given, seen, softmax, torch.float32, factors)
     assert_within_twice_the_budget(out, exact, plain, what="out")
     # the reasons for these factors are in docs/numerics.md and `tolerance.assert_lse_within_budget`
     factor = 4.0 if lse.is_cuda else 2.0
@@ -216,13 +219,14 @@ def dense_attention(draw: Draw) -> None:
     out, lse = draw.twice(call, impl)
     check_forward(out, lse, (q, k, v), seen, softmax)
     if gradients:
-        _gradients_of(draw, call, impl, given, (q, k, v), options["sinks"], seen, softmax)
+        gradients_of(draw, call, impl, given, (q, k, v), options["sinks"], seen, softmax)
 
 
-def _gradients_of(
+def gradients_of(
     draw: Draw, call: Any, impl: str, given: QKV, contiguous: QKV,
     sinks: Tensor | None, seen: Tensor, softmax: Softmax,
 ) -> None:  # fmt: skip
+    """Make the call again with gradients and compare these; `contiguous` are the values given."""
     leaves = [*given] if sinks is None else [*given, sinks]
     for x in leaves:
         x.requires_grad_()

@@ -60,8 +60,10 @@ class Row(NamedTuple):
     lse: Tensor
 
 
-def softmax_row(q: Tensor, k: Tensor, keys: Tensor, softmax: Softmax, head: int) -> Row:
-    """q [D] against the rows `keys` of k [Sk, D]."""
+def softmax_row(
+    q: Tensor, k: Tensor, keys: Tensor, softmax: Softmax, head: int, factors: Tensor | None = None
+) -> Row:
+    """q [D] against the rows `keys` of k [Sk, D]; `factors` of exp(score), one for each of them."""
     scores = (k[keys] @ q) * softmax.scale
     slope = torch.ones_like(scores)
     if softmax.softcap:
@@ -73,15 +75,23 @@ def softmax_row(q: Tensor, k: Tensor, keys: Tensor, softmax: Softmax, head: int)
     if logits.numel() == 0:
         return Row(scores, scores, slope, torch.tensor(-math.inf, dtype=q.dtype))
     peak = logits.max()
-    total = torch.exp(logits - peak).sum()
-    lse = peak + torch.log(total)
-    return Row(scores, torch.exp(scores - peak) / total, slope, lse)
+    parts = torch.exp(logits - peak)
+    if factors is not None:
+        parts[: len(scores)] *= factors
+    total = parts.sum()
+    return Row(scores, parts[: len(scores)] / total, slope, peak + torch.log(total))
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]; `seen` bool [B, Hq, Sq, Sk]."""
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax, dtype: torch.dtype,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]; `seen` bool [B, Hq, Sq, Sk].
+
+    `factors` [B, Hq, Sq, Sk] of exp(score); a key whose factor is 0 is not seen.
+    """
+    if factors is not None:
+        seen = seen & (factors > 0)
     batch, heads, queries, _ = q.shape
     q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
     out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=dtype)
@@ -91,7 +101,8 @@ def attention(
         for h in range(heads):
             for i in range(queries):
                 keys = seen[b, h, i].nonzero().flatten()
-                row = softmax_row(q[b, h, i], k[b, h // group], keys, softmax, h)
+                own = None if factors is None else factors[b, h, i, keys].to(dtype)
+                row = softmax_row(q[b, h, i], k[b, h // group], keys, softmax, h, own)
                 out[b, h, i] = row.weights @ v[b, h // group][keys]
                 lse[b, h, i] = row.lse
     return out, lse
@@ -146,6 +157,27 @@ def attention_gradients(
                     sink = softmax.sinks[h].cpu().to(dtype)
                     dsinks[h] -= torch.exp(sink - row.lse) * shared
     return Gradients(dq, dk, dv, dsinks)
+
+
+def sparsek_row(z: Tensor, k: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights [n] that add up to k, nearest to the scores z, and their threshold: by bisection."""
+    exact = z.detach().cpu().double()
+    if k >= len(exact):
+        return torch.ones(len(exact), dtype=dtype), torch.tensor(-math.inf, dtype=dtype)
+    low, high = float(exact.min()) - 1, float(exact.max())
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float((exact - middle).clamp(0, 1).sum()) <= k:
+            high = middle
+        else:
+            low = middle
+    # weights between 0 and 1 determine the threshold, to the precision of `dtype`
+    shared = (exact > high) & (exact < high + 1)
+    tau = torch.tensor(high, dtype=dtype)
+    if shared.any():
+        whole = (exact >= high + 1).sum()
+        tau = (exact[shared].to(dtype).sum() + whole - k) / shared.sum()
+    return (exact.to(dtype) - tau).clamp(0, 1), tau.to(dtype)
 
 
 def merged(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
