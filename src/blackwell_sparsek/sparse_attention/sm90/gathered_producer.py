@@ -138,6 +138,7 @@ def _find(produce, query, number, key, entries, CFG: gl.constexpr):
 
 @gluon.jit
 def _either(a, b):
+    """The bits that are in either word."""
     return a | b
 
 
