@@ -64,6 +64,30 @@ def band_visible(q_pos, kv_pos, kv_len, left, right):
 
 
 @triton.jit
+def bits_from(first):
+    """The bits `first` to 31 of a word: all of them below 1, none from 32 on."""
+    at = tl.minimum(tl.maximum(first, 0), 31)
+    return tl.where(first > 31, 0, -1 << at)
+
+
+@triton.jit
+def positions_from(kv_pos, first_pos, kv_len, right):
+    """Which of the positions from `first_pos` on are not too early for each key, as bits.
+
+    Bit t is that of first_pos + t. Keys past the length have none.
+    """
+    return tl.where(exists(kv_pos, kv_len), bits_from(kv_pos - first_pos - right), 0)
+
+
+@triton.jit
+def position_bits(kv_pos, first_pos, kv_len, left, right):
+    """Which of the positions from `first_pos` on see each key, as `positions_from`."""
+    # an open side is 2**30, and twice that does not fit in int32
+    last = tl.minimum(tl.minimum(kv_pos - first_pos, 2**30 - 1) + left, 2**30)
+    return positions_from(kv_pos, first_pos, kv_len, right) & ~bits_from(last + 1)
+
+
+@triton.jit
 def exists(index, length):
     """Whether tokens lie within their sequence."""
     return index < length

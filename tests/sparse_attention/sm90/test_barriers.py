@@ -13,6 +13,7 @@ from ...testing.child import printed
 CASE = """
 from blackwell_sparsek.testing.cases import sparse_attention as cases
 made = [*cases.sparse_attention_sm90_cases(), *cases.sparse_attention_backward_sm90_cases()]
+made += [*cases.sparse_attention_gathered_cases()]
 case, = (case for case in made if case.name == sys.argv[1])
 """
 REPORT = "print(json.dumps([config.placed_barriers()]))"
@@ -20,7 +21,14 @@ REPORT = "print(json.dumps([config.placed_barriers()]))"
 
 @pytest.mark.parametrize(
     "name",
-    ["sparse_attn_fwd_sm90/nsa", "sparse_attn_dq_sm90/nsa", "sparse_attn_dq_sm90/narrow-gated"],
+    [
+        *(
+            "sparse_attn_fwd_sm90/nsa",
+            "sparse_attn_dq_sm90/nsa",
+            "sparse_attn_dq_sm90/narrow-gated",
+        ),
+        *("sparse_attn_gathered/qsa", "sparse_attn_gathered/tokens"),
+    ],
 )
 def test_barriers_lie_behind_the_tiles(name):
     report, ptx = printed(CASE, REPORT, name).split("\n", 1)

@@ -11,6 +11,7 @@ from blackwell_sparsek.calls.sparse_attention import SparseAttnProblem
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.sparse_attention.op import backward_dispatch, forward_dispatch
 from blackwell_sparsek.sparse_attention.sm90 import tuning
+from blackwell_sparsek.sparse_attention.sm90.gathered_tuning import sparse_gathered_config
 from blackwell_sparsek.sparse_attention.sm90.latent_tuning import sparse_latent_config
 from blackwell_sparsek.sparse_attention.sm90.tuning import (
     sparse_attn_sm90_config,
@@ -51,7 +52,8 @@ PROBLEM = SparseAttnProblem(
         ({"head_dim": 256, "head_dim_v": 256}, None),
         ({"arch": Arch("cuda", 80, 108, 166912, False)}, "needs sm_90"),
         ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
-        ({"granularity": 32}, "needs entries of 64 or 128 keys, got 32"),
+        ({"granularity": 32}, None),
+        ({"granularity": 32, "gate": True}, "has no code for gates of entries of 32 keys"),
         ({"head_dim": 264}, "needs head dimensions up to 256 in steps of 8, got 264 and 128"),
         ({"head_dim_v": 100}, "needs head dimensions up to 256 in steps of 8, got 128 and 100"),
         ({"page_size": 64}, "has no code for keys in pages"),
@@ -69,7 +71,8 @@ def test_what_the_kernel_takes(changed, reason):
     ("changed", "chosen", "reason"),
     [
         ({}, "sm90", None),
-        ({"granularity": 32}, "triton", "needs entries of 64 or 128 keys"),
+        ({"granularity": 32}, "triton", "has not run on a GPU yet"),
+        ({"granularity": 4, "gate": True}, "triton", "has no code for gates"),
         ({"page_size": 64}, "triton", "has no code for keys in pages"),
         ({"arch": Arch("cuda", 80, 108, 166912, False)}, "triton", "needs sm_90"),
         ({"dtype": torch.float64}, "eager", "has no 16-bit WGMMA"),
@@ -205,4 +208,68 @@ def test_auto_takes_the_kernel_for_latent_problems(monkeypatch):
 def test_heads_of_a_latent_tile(heads, pack):
     config = sparse_latent_config(dataclasses.replace(LATENT, heads_q=heads))
     assert pack == config.PACK and config.ENTRY_KEYS == 1
+    assert 2 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS <= 3 * config.MAX_REGISTERS
+
+
+GATHERED = dataclasses.replace(
+    PROBLEM,
+    heads_q=24,
+    heads_kv=2,
+    lists=2,
+    head_dim=256,
+    head_dim_v=256,
+    granularity=4,
+    most=512,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"granularity": 1}, None),
+        ({"page_size": 64}, None),
+        ({"varlen": True, "local": True, "softcap": True, "sinks": True}, None),
+        ({"head_dim": 64, "head_dim_v": 64}, None),
+        ({"head_dim": 192, "head_dim_v": 192}, "needs equal head dimensions of 64, 128 or 256"),
+        ({"head_dim_v": 128}, "for small entries, got 256 and 128"),
+        ({"gate": True}, "has no code for gates of entries of 4 keys"),
+        ({"tma": False}, "addresses and strides that are multiples of 16 bytes"),
+        ({"backward": True}, "has no gradients for entries of 4 keys, only of 64 or 128"),
+        ({"dtype": torch.float32}, "torch.float32 has no 16-bit WGMMA"),
+        ({"arch": Arch("cuda", 100, 148, 232448, False)}, "needs sm_90"),
+        ({"max_k": 2**30}, "needs sequences of at most 1073741823 tokens"),
+    ],
+)
+def test_which_small_entries_the_kernel_takes(changed, reason):
+    given = unsupported(dataclasses.replace(GATHERED, **changed))
+    assert given is None if reason is None else reason in given
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("granularity", [1, 4, 16, 32])
+@pytest.mark.parametrize(
+    ("heads", "pack", "queries"),
+    [
+        *(((24, 2), 12, 5), ((1, 1), 1, 16), ((64, 4), 16, 4), ((7, 1), 7, 9)),
+        *(((64, 1), 64, 1), ((96, 1), 48, 1), ((512, 1), 64, 1), ((8, 2), 4, 16)),
+    ],
+)
+def test_tiles_of_small_entries(dim, granularity, heads, pack, queries):
+    config = sparse_gathered_config(
+        dataclasses.replace(
+            GATHERED,
+            head_dim=dim,
+            head_dim_v=dim,
+            granularity=granularity,
+            heads_q=heads[0],
+            heads_kv=heads[1],
+            lists=heads[1],
+        )
+    )
+    assert (pack, queries) == (config.PACK, config.QUERIES)
+    assert config.PACK * config.QUERIES <= 64 and config.tile_t <= 32
+    assert config.tile_bytes + 4 * 8 * config.barrier_room <= 226 * 1024
+    # a consumer holds the values of one stage while it waits for the keys of the next
+    assert config.STAGES >= 2
     assert 2 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS <= 3 * config.MAX_REGISTERS

@@ -45,6 +45,8 @@ from ..triton.walk import (
     page_arguments,
 )
 from . import forward as walked
+from . import gathered
+from .gathered_tuning import is_gathered
 from .latent_producer import (
     WORK_FIELDS,
     LatentNotes,
@@ -271,7 +273,7 @@ class LatentStrides(NamedTuple):
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of any call of impl "sm90", laid out as `empty_out` and `empty_lse` do."""
     if not is_latent(call.problem):
-        return walked.forward(call)
+        return (gathered if is_gathered(call.problem) else walked).forward(call)
     out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
     config = sparse_latent_config(call.problem)
     launch_sparse_attn_latent(call, out, lse, config, arch_of(call.q.device).num_sms)

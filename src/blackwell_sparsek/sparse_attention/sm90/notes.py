@@ -40,6 +40,25 @@ class Note(NamedTuple):
 
 
 @gluon.jit
+def own_rows(row, tile, GROUP: gl.constexpr, CFG: gl.constexpr):
+    """The rows of a consumer numbered `row`: see `rows_of_tile`.
+
+    They go on where those of the consumer before it end, in the middle of a query perhaps, unless
+    each consumer has `group_t` queries of its own.
+    """
+    if CFG.group_t is None:
+        row += GROUP * ROWS
+        own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+    else:
+        # 0, which the compiler does not know: else it would keep what it divides rows into through
+        # all work tiles, and spill it
+        row += tile.q_len >> 30
+        q_start = tile.q_start + GROUP * CFG.group_t
+        own = rows_of_tile(row, q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.group_t)
+    return own
+
+
+@gluon.jit
 def put_rows(
     ptr, strides, tiles, tile, factor,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, SLICES: gl.constexpr, GROUP: gl.constexpr,
@@ -50,8 +69,7 @@ def put_rows(
     The sign of `factor` is folded into them, if one is given.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    row = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+    own = own_rows(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), tile, GROUP, CFG)
     at = offsets_of(tile.batch, own.head, tile.q_first + own.token, strides)
     held = ()
     for i in gl.static_range(SLICES):
@@ -73,8 +91,7 @@ def write_rows(
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """Store the slices `acc` of a consumer's rows, times `factor`."""
-    row = GROUP * ROWS + rows_of(acc[0])
-    own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
+    own = own_rows(rows_of(acc[0]), tile, GROUP, CFG)
     at = offsets_of(tile.batch, own.head, tile.q_first + own.token, strides)
     for i in gl.static_range(len(acc)):
         columns = i * WIDTH + columns_of(acc[i])

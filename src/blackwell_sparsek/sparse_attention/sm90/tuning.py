@@ -11,6 +11,7 @@ from ...core.compat import why_no_gluon
 from ...dispatch.machine import why_no_kernels
 from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
 from ..triton.tuning import LONGEST, MOST_PROGRAMS, heads_per_tile
+from .gathered_tuning import is_gathered, unsupported_gathered
 from .latent_tuning import is_latent, unsupported_latent
 
 CONSUMERS = 2
@@ -39,6 +40,11 @@ class SparseAttnSm90Config(AttnFwdSm90Config):
     def tile_t(self) -> int:
         """Queries of a tile."""
         return self.tile_m // self.PACK
+
+    @property
+    def group_t(self) -> None:
+        """Rows of a query may go on in the next consumer."""
+        return None
 
     @property
     def tile_bytes(self) -> int:
@@ -130,8 +136,10 @@ def unsupported(problem: SparseAttnProblem) -> str | None:
     if is_latent(problem):
         no_gradients = "has no code for gradients of latent heads" if problem.backward else None
         return no_gradients or unsupported_latent(problem)
+    if is_gathered(problem):
+        return unsupported_gathered(problem)
     if problem.granularity not in GRANULARITIES:
-        return f"needs entries of 64 or 128 keys, got {problem.granularity}"
+        return f"needs entries of up to 128 keys, got {problem.granularity}"
     dims = (problem.head_dim, problem.head_dim_v)
     largest = LARGEST_HEAD_DIM_BACKWARD if problem.backward else LARGEST_HEAD_DIM
     if not 1 <= min(dims) <= max(dims) <= largest or any(dim % 8 for dim in dims):

@@ -76,7 +76,9 @@ KERNELS = (
     "sparse_attn_dq_sm90",
     "sparse_attn_fwd",
     "sparse_attn_fwd_sm90",
+    "sparse_attn_gathered",
     "sparse_attn_latent",
+    "sparse_attn_unions",
     "sparsek",
     "spread",
 )

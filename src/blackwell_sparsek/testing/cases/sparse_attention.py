@@ -18,6 +18,11 @@ from ...sparse_attention.sm90.backward import backward as backward_sm90
 from ...sparse_attention.sm90.dkdv import _sparse_attn_dkdv_sm90_kernel
 from ...sparse_attention.sm90.dq import _sparse_attn_dq_sm90_kernel
 from ...sparse_attention.sm90.forward import launch_sparse_attn_fwd_sm90
+from ...sparse_attention.sm90.gathered import (
+    _sparse_attn_gathered_kernel,
+    launch_sparse_attn_gathered,
+)
+from ...sparse_attention.sm90.gathered_tuning import sparse_gathered_config
 from ...sparse_attention.sm90.latent import launch_sparse_attn_latent
 from ...sparse_attention.sm90.latent_tuning import sparse_latent_config
 from ...sparse_attention.sm90.tuning import sparse_attn_sm90_config
@@ -27,6 +32,7 @@ from ...sparse_attention.triton.backward import (
     backward,
 )
 from ...sparse_attention.triton.forward import forward
+from ...sparse_attention.triton.unions import _sparse_attn_unions_kernel, merge_lists
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
 
@@ -42,6 +48,7 @@ GEOMETRIES = {
     "mla-8": (BRAIN, 8, 1, 576, 2048, 1),
     "mla-blocks": (BRAIN, 16, 1, 576, 16, 64),
     "tokens": (BRAIN, 16, 1, 64, 2048, 1),
+    "group": (HALF, 16, 1, 128, 256, 16),
     "narrow": (BRAIN, 16, 1, 64, 16, 64),
     "wide": (BRAIN, 64, 1, 256, 16, 64),
     "float32": (FLOAT, 6, 2, 80, 7, 32),
@@ -64,7 +71,7 @@ def _selection(lists: int, entries: int, size: int) -> KeySelection:
 
 
 def _call(name: str, options: str = "") -> SparseAttentionCall:
-    """A call of a geometry; `options` is "", "gated" (and capped) or "packed"."""
+    """A call of a geometry; `options` is "", "gated" (and capped), "capped" or "packed"."""
     dtype, heads, kv_heads, dim, entries, size = GEOMETRIES[name]
     chosen = _selection(kv_heads, entries, size)
     more: dict[str, Any] = {}
@@ -72,6 +79,7 @@ def _call(name: str, options: str = "") -> SparseAttentionCall:
     shapes = [[1, n, TOKENS, dim] for n in by_head]
     if options == "gated":
         more["gate"] = meta(*chosen.ids.shape, dtype=torch.float32)
+    if options in ("gated", "capped"):
         more["sinks"] = meta(heads, dtype=torch.float32)
         more["softcap"] = 30.0
     if options == "packed":
@@ -219,6 +227,56 @@ def sparse_attention_latent_cases() -> Iterator[CompileCase]:
             f"sparse_attn_latent/{label}", _launch_latent, call, archs=(90,),
             expect={"wgmma.mma_async": 1, "cp.async.cg.shared.global": 36},
         )  # fmt: skip
+
+
+# The Hopper kernel for small entries. What spills are arguments at the start of roles and numbers
+# of rows, outside of the loops over keys; with pages one register of the producer's loop, and with
+# a cap and 256 columns some of a consumer's.
+GATHERED_SPILLS = {"qsa": 192, "qsa-capped": 896, "qsa-packed": 192, "tokens": 64, "paged": 160}
+GATHERED_CASES = (
+    ("qsa", ""),
+    ("qsa", "capped"),
+    ("qsa", "packed"),
+    ("tokens", ""),
+    ("group", ""),
+)
+
+
+def _launch_gathered(call: SparseAttentionCall) -> None:
+    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    config = sparse_gathered_config(call.problem)
+    launch_sparse_attn_gathered(call, out, lse, merge_lists(call, config.tile_t), config, 132)
+
+
+def _paged_gathered() -> SparseAttentionCall:
+    """A few queries of each of two sequences over pages of 64 keys."""
+    chosen = KeySelection._from_tensors(_int32(2, 2, 3, 512), _int32(2, 2, 3), 4, 64 * 64)
+    spec = SparseAttnSpec(
+        0.1, chosen, max_q=3, max_k=4096, page_table=_int32(2, 64), cache_seqlens=_int32(2)
+    )
+    k, v = (meta(99, 64, 2, 256) for _ in range(2))
+    return SparseAttentionCall(meta(2, 24, 3, 256), k, v, spec)
+
+
+@compile_cases
+def sparse_attention_gathered_cases() -> Iterator[CompileCase]:
+    """Head dimensions, caps and sinks, packed keys, pages; and the unions of lists."""
+    calls = {
+        "-".join(filter(None, (name, options))): _call(name, options)
+        for name, options in GATHERED_CASES
+    }
+    for label, call in {**calls, "paged": _paged_gathered()}.items():
+        yield launched_case(
+            f"sparse_attn_gathered/{label}", _launch_gathered, call, archs=(90,),
+            kernel=_sparse_attn_gathered_kernel, max_spill_bytes=GATHERED_SPILLS.get(label, 0),
+            expect={
+                "wgmma.mma_async": 1, "cp.async.cg.shared.global": call.q.shape[-1] // 64 * 8
+            },
+        )  # fmt: skip
+    yield launched_case(
+        "sparse_attn_unions/qsa", _launch_gathered, calls["qsa"], archs=(90,),
+        kernel=_sparse_attn_unions_kernel,
+    )  # fmt: skip
 
 
 SM90_BACKWARD_CASES = (
