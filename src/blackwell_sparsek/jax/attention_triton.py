@@ -39,7 +39,7 @@ class KernelOptions(NamedTuple):
     device_name: str
     precision: str
     """Of fp32 products."""
-    hopper: bool
+    hopper: bool = False
     """Whether the forward kernel is that for Hopper."""
 
 

@@ -14,6 +14,7 @@ import jax
 from ..core.env import kept_variable
 from ..core.target import Arch
 from ..launch.description import ArraySpec, KernelLaunch, Role, arrays_of
+from ..launch.descriptors import Descriptor
 from .arrays import vary_like
 from .driver_calls import launch_by_driver
 from .flat_kernels import flat_kernel
@@ -64,8 +65,10 @@ def run_launches(
         read = [name for name in used if name in known]
         made = [n for n, x in used.items() if x.role == "output" or n not in known]
         written = [name for name in made if used[name].role != "counters"]
-        by = launch_by_driver if launch.kernel.is_gluon() else launch_kernel
-        results = by(launch, used, {name: known[name] for name in read}, written, arch)
+        # jax-triton passes no descriptors
+        by_tma = any(isinstance(x, Descriptor) for x in launch.args)
+        start = launch_by_driver if by_tma else launch_kernel
+        results = start(launch, used, {name: known[name] for name in read}, written, arch)
         marked = (vary_like(x, *arrays.values()) for x in results)
         known.update(zip(written, marked, strict=True))
     return known
