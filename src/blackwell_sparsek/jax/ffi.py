@@ -23,7 +23,7 @@ _METADATA = 1
 _EXECUTE = 3
 _INTERNAL_ERROR = 13
 _SCALAR, _STRING = 3, 4
-_SCALARS = {4: c_int, 5: c_int64, 11: ctypes.c_float, 12: ctypes.c_double}
+_SCALARS: dict[int, Any] = {4: c_int, 5: c_int64, 11: ctypes.c_float, 12: ctypes.c_double}
 _LONGEST_MESSAGE = 4000
 
 
