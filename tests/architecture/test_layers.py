@@ -71,6 +71,8 @@ ALLOWED = {
 FOR_JAX = {
     "__init__.py",
     "core/after_torch.py",
+    "core/compat.py",
+    "core/dtypes.py",
     "core/env.py",
     "core/errors.py",
     "core/fp8_scales.py",
@@ -79,10 +81,14 @@ FOR_JAX = {
     "core/messages.py",
     "core/target.py",
 }
-FOR_JAX |= {"masks/band.py", "_version.py", "launch/description.py"}
+FOR_JAX |= {"masks/band.py", "_version.py"}
+FOR_JAX |= {f"launch/{name}.py" for name in ("described", "description", "descriptors", "driver")}
+FOR_JAX |= {f"launch/{name}.py" for name in ("parameters", "prepared", "signature")}
 # Kernels, with their planners and tiles.
 FOR_JAX |= {"dispatch/tuned.py", "dispatch/not_run_yet.py", "attention/operands.py"}
 FOR_JAX |= {f"attention/triton/{name}.py" for name in ("forward", "backward", "delta", "tuning")}
+FOR_JAX |= {f"attention/sm90/{name}.py" for name in ("config", "forward", "forward_plan")}
+FOR_JAX |= {f"attention/sm90/{name}.py" for name in ("forward_producer", "schedule", "tuning")}
 FOR_JAX |= {"decode/triton.py", "decode/portable_tuning.py", "matmul/strides.py"}
 FOR_JAX |= {f"matmul/triton/{name}.py" for name in ("spmm", "finish", "sddmm", "shares", "tuning")}
 LAZY = {

@@ -207,7 +207,9 @@ def test_the_lists_are_those_of_torch():
 
 def test_explicit_impl_says_why_not():
     arrays = [jnp.zeros(shape) for shape in GOOD.values()]
-    with pytest.raises(InvalidInput, match="impl is unknown; expected one of auto, jnp, triton"):
+    with pytest.raises(
+        InvalidInput, match="impl is unknown; expected one of auto, jnp, sm90, triton"
+    ):
         bsk_jax.attention(*arrays, impl="cuda")
     if jax.default_backend() == "cpu":
         text = "attention: impl='triton' needs a CUDA GPU, the arrays are on cpu"
@@ -219,9 +221,10 @@ def test_explicit_impl_says_why_not():
 def test_explain_says_why_not_by_itself(monkeypatch):
     interpret_kernels(monkeypatch)
     arrays = [jnp.zeros(shape) for shape in GOOD.values()]
-    for impl in ("auto", "triton"):
+    for impl, why in (("auto", "float32 has no 16-bit WGMMA"), ("triton", "was not asked for")):
         explained = bsk_jax.explain(bsk_jax.attention, *arrays, impl=impl)
-        assert explained.chosen == "triton" and explained.reasons == {"jnp": "comes after triton"}
+        assert explained.chosen == "triton"
+        assert explained.reasons == {"sm90": why, "jnp": "comes after triton"}
     mask = bsk_jax.BlockMask.from_dense(np.ones((1, 1), bool), 8)
     explained = bsk_jax.explain(bsk_jax.attention, *arrays, block_mask=mask)
     assert explained.chosen == "jnp" and "block sides among 16" in explained.reasons["triton"]

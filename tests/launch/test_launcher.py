@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blackwell_sparsek.launch import launcher, templates, workspace
+from blackwell_sparsek.launch import launcher, prepared, templates, workspace
 from blackwell_sparsek.launch.descriptors import tensor_descriptor
 from blackwell_sparsek.launch.launcher import cdiv, launch, on_device_of
 from blackwell_sparsek.launch.recording import note_not_a_launch, recording
@@ -207,7 +207,7 @@ def test_few_tensor_maps_are_kept():
     kernel = Kernel()
     x = torch.zeros(4)
     recorded = record(kernel, [descriptor(x)], (x,))
-    tensors = [torch.zeros(4) for _ in range(templates.MAX_TENSOR_MAPS + 1)]
+    tensors = [torch.zeros(4) for _ in range(prepared.MAX_TENSOR_MAPS + 1)]
     for tensor in tensors:
         recorded.repeat(at(tensor))
     made = len(kernel.variant.encoded)

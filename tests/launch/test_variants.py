@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 from triton.runtime.jit import native_specialize_impl
 
-from blackwell_sparsek.launch import driver, variants
+from blackwell_sparsek.launch import driver, prepared, variants
 from blackwell_sparsek.launch.descriptors import tensor_descriptor
 from blackwell_sparsek.launch.parameters import MapParameters, Parameters, UnknownParameters
 
@@ -88,7 +88,7 @@ def fake_driver(monkeypatch):
         shape = (at.grid_x, at.grid_y, at.grid_z, at.block_x, at.block_y, at.block_z)
         state.launched.append((shape, at.shared_bytes, at.stream, attributes, function, values))
 
-    monkeypatch.setattr(variants, "launch_kernel", launch)
+    monkeypatch.setattr(prepared, "launch_kernel", launch)
     monkeypatch.setattr(variants, "raw_device", lambda: 0)
     monkeypatch.setattr(variants, "_kernels", {})
     return state
@@ -123,7 +123,7 @@ class Kernel:
 
 def test_a_variant_is_compiled_once_and_launched_with_its_parameters(fake_driver, monkeypatch):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"))
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     x, y = aligned(), aligned()
     for tensor, n in ((x, 3), (y, 5)):
         found = variants.find_variant(kernel, (tensor, n, 0.5, "c"), 1, {"num_warps": 4})
@@ -140,7 +140,7 @@ def test_a_variant_is_compiled_once_and_launched_with_its_parameters(fake_driver
 @pytest.mark.parametrize("changed", ["n", "constant", "option", "cluster", "device", "alignment"])
 def test_other_variants(fake_driver, monkeypatch, changed):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"))
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     x = aligned()
     first = variants.find_variant(kernel, (x, 3, 0.5, "c"), 1, {"num_warps": 4})
     if changed == "device":
@@ -161,7 +161,7 @@ def test_other_variants(fake_driver, monkeypatch, changed):
 
 def test_clusters_and_pdl_are_attributes_of_a_launch(fake_driver, monkeypatch):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"), launch_pdl=True)
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     found = variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 2, {})
     found.launch(66, 0)
     shape, *_, attributes, _, _ = fake_driver.launched[0]
@@ -171,7 +171,7 @@ def test_clusters_and_pdl_are_attributes_of_a_launch(fake_driver, monkeypatch):
 
 def test_programs_that_wait_for_each_other_are_launched_cooperatively(fake_driver, monkeypatch):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"), launch_cooperative_grid=True)
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 1, {}).launch(5, 0)
     *_, attributes, _, _ = fake_driver.launched[0]
     assert attributes == [(2, (1, 0, 0))]
@@ -179,22 +179,22 @@ def test_programs_that_wait_for_each_other_are_launched_cooperatively(fake_drive
 
 def test_a_kernel_with_unknown_parameters_has_no_variant(fake_driver, monkeypatch):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"), unknown=True)
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     for _ in range(2):
         assert variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 1, {}) is None
     assert len(kernel.compiled) == 1
     # as many values as parameters, or it is another kernel than it looks
     kernel = Kernel(fake_driver, ("Q", "i4x", "Q", "Q"))
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     assert variants.find_variant(kernel, (aligned(), 3, 0.5, "c"), 1, {}) is None
 
 
 def test_threads_do_not_share_memory(fake_driver, monkeypatch):
     kernel = Kernel(fake_driver, ("Q", "i4x", "f4x", "Q", "Q"))
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
     x = aligned()
     found = variants.find_variant(kernel, (x, 3, 0.5, "c"), 1, {})
-    launch, during = variants.launch_kernel, []
+    launch, during = prepared.launch_kernel, []
 
     def interrupted(*args):
         if not during:
@@ -202,7 +202,7 @@ def test_threads_do_not_share_memory(fake_driver, monkeypatch):
             found.variant.launch(1, 0, [x.data_ptr(), 4, 0.5], [])
         launch(*args)
 
-    monkeypatch.setattr(variants, "launch_kernel", interrupted)
+    monkeypatch.setattr(prepared, "launch_kernel", interrupted)
     for grid, n in ((1, 3), (2, 5)):
         found.variant.launch(grid, 0, [x.data_ptr(), n, 0.5], [])
     launched = [(shape[0], values[1]) for shape, *_, values in fake_driver.launched]
@@ -225,8 +225,8 @@ def test_a_tensor_map_is_encoded_from_the_contiguous_dimension(fake_driver, monk
     formats = ("Q", "i4x", "i4x", "q", "q", "i4x", "f4x", "Q", "Q")
     kernel = Kernel(fake_driver, formats, (MapParameters(0, (4, 8), 3),))
     fake_driver.formats = formats[1:2]
-    monkeypatch.setattr(variants, "parameters_of", kernel.parameters_of)
-    monkeypatch.setattr(variants, "launch_kernel", lambda *args: None)
+    monkeypatch.setattr(prepared, "parameters_of", kernel.parameters_of)
+    monkeypatch.setattr(prepared, "launch_kernel", lambda *args: None)
     x = torch.empty(6, 16, dtype=torch.bfloat16)
     args = (tensor_descriptor(x[:, :8], (4, 8)), 3, 0.5, "c")
     variants.find_variant(kernel, args, 1, {}).launch(1, 0)

@@ -10,7 +10,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from blackwell_sparsek.launch.variants import COMPILE_OPTIONS
+from blackwell_sparsek.launch.prepared import COMPILE_OPTIONS
 from blackwell_sparsek.testing.compile_worker import Specialised
 {case}
 special = Specialised(case)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..calls.attention import AttentionCall, ResizedCall, tma_takes_strides
-from ..core.compat import raw_device
+from ..core.torch_private import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
     NO_RECORDER,

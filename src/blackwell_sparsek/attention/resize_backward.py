@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..calls.attention import AttentionCall, tma_takes_strides
-from ..core.compat import raw_device
+from ..core.torch_private import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
     NO_RECORDER,

@@ -1,14 +1,13 @@
-"""The only file that asks which versions of torch and triton are installed."""
+"""The only file that asks which versions of torch and triton are installed.
+
+It imports neither: programs without torch ask for the release of Triton too.
+"""
 
 import glob
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 from functools import cache
-from typing import Any
-
-import torch
 
 from .._version import __version__
 
@@ -36,6 +35,8 @@ def _named(release: tuple[int, int] | None) -> str:
 
 def torch_version() -> tuple[int, int]:
     """(major, minor) of the installed torch."""
+    import torch
+
     return _release(torch.__version__)
 
 
@@ -88,6 +89,8 @@ def _why_import_fails() -> str | None:
 @cache
 def why_torch_misses_gpu() -> str | None:
     """Say that torch cannot use the NVIDIA GPU of this machine, or None: it can, or has none."""
+    import torch
+
     found = sorted(glob.glob(_GPU_DEVICES)) if torch.version.cuda is None else []
     if not found:
         return None
@@ -158,30 +161,10 @@ def why_no_launcher() -> str | None:
     return _why_unknown("direct launches are known for", LAUNCHER_TRITON)
 
 
-# Private functions of torch, because the public ones make checks that a launch cannot afford.
-# Where a private function is missing, its public counterpart takes its place.
-raw_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def _public_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
-
-
-def _public_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-# (shape, strides, dtype) -> memory on the current GPU; compiled models allocate with it
-empty_on_gpu: Callable[..., torch.Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
-)
-
-
 def installed_versions() -> dict[str, str]:
-    """Return the versions that results depend on, for reports, without importing packages."""
+    """Return the versions that results depend on, for reports; imports torch alone."""
+    import torch
+
     versions = {"blackwell_sparsek": __version__, "torch": torch.__version__}
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda

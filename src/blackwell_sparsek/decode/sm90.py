@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..attention.operands import score_factors, token_strides
-from ..attention.sm90.launch import tma_strides
+from ..attention.sm90.forward_plan import tma_strides
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.fp8 import turned_back

@@ -12,9 +12,10 @@ from ..core.messages import message
 from ..masks.band import Band, band_of
 from .arrays import as_jax, check_array, check_number, check_same_dtype
 from .attention_jnp import Options, attention_jnp, dense_block
+from .attention_sm90 import hopper_problem, passed_over, why_not_sm90
 from .attention_triton import attention_triton, kernel_options, why_not_triton
 from .block_mask import BlockMask
-from .choice import choose, platform_of
+from .choice import Kernels, choose, platform_of
 from .kernel_calls import arch_of, device_of, why_no_kernels
 
 LAYOUT = "[B, H, S, D]"
@@ -62,9 +63,10 @@ def attention(
         A logit per head that joins the softmax denominator and carries no value.
     return_lse : bool
         Also return the log-sum-exp of the scores, sinks included.
-    impl : "auto", "jnp" or "triton"
-        "triton" launches the kernels of `bsk.attention` on a GPU, through jax-triton, or says why
-        it cannot; their gradients have no gradients. `explain` says what "auto" takes.
+    impl : "auto", "jnp", "sm90" or "triton"
+        "triton" launches the portable kernels of `bsk.attention` on a GPU, through jax-triton, or
+        says why it cannot; "sm90" the forward kernel for Hopper, with the portable ones for
+        gradients. Their gradients have no gradients. `explain` says what "auto" takes.
 
     Returns
     -------
@@ -104,9 +106,21 @@ def attention(
         reason = why_no_kernels(device, q.dtype)
         return reason or why_not_triton(q, k, v, block_mask, arch_of(device))
 
-    if choose(op, impl, _problem(q, k, v, band, block_mask), why_not) == "triton":
+    block = None if block_mask is None else block_mask.block_size
+    facts = hopper_problem(q, k, v, block, band, factors, arch_of(device))
+
+    def why_not_hopper() -> str | None:
+        # gradients are those of the portable kernels
+        return why_not() or why_not_sm90(facts)
+
+    hopper = Kernels("sm90", why_not_hopper, lambda: passed_over(facts))
+    portable = Kernels("triton", why_not)
+    chosen = choose(op, impl, _problem(q, k, v, band, block_mask), hopper, portable)
+    if chosen != "jnp":
         name = device.device_kind
-        kernels = kernel_options(*factors, band, arch_of(device), name, q.dtype)
+        kernels = kernel_options(
+            *factors, band, arch_of(device), name, q.dtype, hopper=chosen == "sm90"
+        )
         out, lse = attention_triton(q, k, v, block_mask, sinks, kernels)
     else:
         block = (dense_block(sq), dense_block(sk)) if block_mask is None else block_mask.block_size

@@ -1,6 +1,7 @@
-"""Attention and its gradients by the portable kernels, on a GPU.
+"""Attention and its gradients by kernels, on a GPU.
 
-The kernels and their planners are those of `bsk.attention`; what differs is who launches them.
+The kernels and their planners are those of `bsk.attention`; what differs is who launches them. The
+portable kernels do all of it, unless the forward is that for Hopper.
 """
 
 import math
@@ -18,6 +19,7 @@ from ..dispatch.tuned import planned_for
 from ..launch.description import ArraySpec, KernelLaunch
 from ..masks.band import Band
 from .arrays import gradient_of
+from .attention_sm90 import plan_forward_sm90, with_own_memory
 from .batching import batch_of, common_batch, fold_axis, vmapped
 from .block_mask import BlockMask
 from .kernel_calls import Arrays, fp32_precision, made, run_launches
@@ -37,6 +39,8 @@ class KernelOptions(NamedTuple):
     device_name: str
     precision: str
     """Of fp32 products."""
+    hopper: bool = False
+    """Whether the forward kernel is that for Hopper."""
 
 
 class Lists(NamedTuple):
@@ -162,6 +166,8 @@ def plan_forward(options: KernelOptions, call: Any, mask: BlockMask | None) -> l
     from ..attention.triton.forward import plan_attn_fwd
     from ..attention.triton.tuning import attn_fwd_config
 
+    if options.hopper:
+        return [plan_forward_sm90(call, options.arch)]
     problem: Any = problem_of(call.q, call.k, call.v, mask, options.arch)
     out = made("out", "output", (*call.q.shape[:3], call.v.shape[3]), call.q.dtype)
     lse = made("lse", "output", call.q.shape[:3], jnp.float32)
@@ -243,6 +249,8 @@ def attend(options: KernelOptions, *inputs: Any) -> tuple[jax.Array, jax.Array]:
     def forward(*inputs: Any) -> Any:
         *_, mask = inputs
         arrays = AttentionArrays()
+        if options.hopper:
+            inputs = with_own_memory(inputs)
         call = arrays.add_call(options, inputs, transposed=False)
         found = run_launches(plan_forward(options, call, mask), arrays.given, options.arch)
         if "out" in found:
@@ -296,7 +304,13 @@ def attention_triton(
 
 
 def kernel_options(
-    scale: float, softcap: float, band: Band, arch: Arch, device_name: str, dtype: Any
+    scale: float,
+    softcap: float,
+    band: Band,
+    arch: Arch,
+    device_name: str,
+    dtype: Any,
+    hopper: bool = False,
 ) -> KernelOptions:
     """The options of a call, with the precision that JAX is set to now."""
-    return KernelOptions(scale, softcap, band, arch, device_name, fp32_precision(dtype))
+    return KernelOptions(scale, softcap, band, arch, device_name, fp32_precision(dtype), hopper)

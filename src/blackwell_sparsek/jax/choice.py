@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from ..core.errors import InvalidInput, Unsupported
 from ..core.messages import message
 
-IMPLS = ("auto", "jnp", "triton")
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 
 
@@ -36,23 +35,40 @@ class _Explained(Exception):
         self.decision = decision
 
 
-def choose(op: str, impl: str, problem: str, why_not_triton: Callable[[], str | None]) -> str:
-    """ "jnp" or "triton", or the answer to `explain`, if that is who calls.
+class Kernels(NamedTuple):
+    """Kernels that may run a call, as an implementation of its own."""
 
-    `problem` describes the checked call; `why_not_triton` says why the kernels cannot run it, or
-    returns None. An explicit `impl` never falls back.
+    name: str
+    why_not: Callable[[], str | None]
+    """Why they cannot run it, or None."""
+    passed_over: Callable[[], str | None] = lambda: None
+    """Why "auto" does not take them where they could run it, or None."""
+
+
+def choose(op: str, impl: str, problem: str, *kernels: Kernels) -> str:
+    """The name of the first kernels that take a call, "jnp" if none do.
+
+    Or the answer to `explain`, if that is who calls. `problem` describes the checked call. An
+    explicit `impl` never falls back.
     """
-    if impl not in IMPLS:
-        raise InvalidInput(message(op, "impl", "is unknown", f"one of {', '.join(IMPLS)}", impl))
-    reasons = {}
-    if impl == "jnp":
-        chosen, reasons["triton"] = "jnp", "was not asked for"
-    elif (reason := why_not_triton()) is not None:
-        if impl == "triton":
-            raise Unsupported(f"{op}: impl='triton' {reason}")
-        chosen, reasons["triton"] = "jnp", reason
-    else:
-        chosen, reasons["jnp"] = "triton", "comes after triton"
+    impls = ("auto", "jnp", *(x.name for x in kernels))
+    if impl not in impls:
+        raise InvalidInput(message(op, "impl", "is unknown", f"one of {', '.join(impls)}", impl))
+    reasons, chosen = {}, ""
+    for name, why_not, passed_over in kernels:
+        if chosen:
+            reasons[name] = f"comes after {chosen}"
+        elif impl not in ("auto", name):
+            reasons[name] = "was not asked for"
+        elif (reason := why_not() or (passed_over() if impl == "auto" else None)) is None:
+            chosen = name
+        elif impl == "auto":
+            reasons[name] = reason
+        else:
+            raise Unsupported(f"{op}: impl='{name}' {reason}")
+    if chosen:
+        reasons["jnp"] = f"comes after {chosen}"
+    chosen = chosen or "jnp"
     if _explaining.get():
         raise _Explained(Decision(op, chosen, problem, reasons))
     return chosen

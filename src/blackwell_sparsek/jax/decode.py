@@ -14,7 +14,7 @@ from ..masks.band import Band, band_of
 from .arrays import cdiv, check_array, check_integers, check_same_dtype, compute_dtype, vary_like
 from .attention import LAYOUT, check_heads, check_qkv, check_sinks, score_options
 from .attention_triton import kernel_options
-from .choice import choose, platform_of
+from .choice import Kernels, choose, platform_of
 from .decode_triton import NO_DERIVATIVE, decode_triton, why_not_triton
 from .kernel_calls import arch_of, device_of, why_no_kernels
 
@@ -156,7 +156,7 @@ def attention_decode(
     def why_not() -> str | None:
         return why_no_kernels(device, q.dtype) or why_not_triton(q, cache, arch_of(device))
 
-    if choose(op, impl, problem, why_not) == "triton":
+    if choose(op, impl, problem, Kernels("triton", why_not)) == "triton":
         name = device.device_kind
         kernels = kernel_options(*factors, options.band, arch_of(device), name, q.dtype)
         out, lse = decode_triton(kernels, options.kv_block, q, cache, sinks)

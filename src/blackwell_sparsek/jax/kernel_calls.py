@@ -1,4 +1,4 @@
-"""Launches the portable kernels from JAX, through jax-triton."""
+"""Launches kernels from JAX: the portable ones through jax-triton, others by the CUDA driver."""
 
 import inspect
 from collections.abc import Iterable
@@ -14,7 +14,9 @@ import jax
 from ..core.env import kept_variable
 from ..core.target import Arch
 from ..launch.description import ArraySpec, KernelLaunch, Role, arrays_of
+from ..launch.descriptors import Descriptor
 from .arrays import vary_like
+from .driver_calls import launch_by_driver
 from .flat_kernels import flat_kernel
 
 MIN_SM = 80
@@ -61,8 +63,12 @@ def run_launches(
             continue
         used = arrays_of(launch)
         read = [name for name in used if name in known]
-        written = [n for n, x in used.items() if x.role == "output" or n not in known]
-        results = launch_kernel(launch, used, {name: known[name] for name in read}, written, arch)
+        made = [n for n, x in used.items() if x.role == "output" or n not in known]
+        written = [name for name in made if used[name].role != "counters"]
+        # jax-triton passes no descriptors
+        by_tma = any(isinstance(x, Descriptor) for x in launch.args)
+        start = launch_by_driver if by_tma else launch_kernel
+        results = start(launch, used, {name: known[name] for name in read}, written, arch)
         marked = (vary_like(x, *arrays.values()) for x in results)
         known.update(zip(written, marked, strict=True))
     return known

@@ -21,7 +21,7 @@ from .arrays import (
     vary_like,
 )
 from .bsr import BSRMatrix, install_matmul
-from .choice import choose, platform_of
+from .choice import Kernels, choose, platform_of
 from .kernel_calls import arch_of, device_of, fp32_precision, why_no_kernels
 from .matmul_triton import Pattern, ProductOptions, multiply, sample, why_not_triton
 
@@ -149,7 +149,7 @@ def _chosen(op: str, impl: str, matrix: BSRMatrix, x: jax.Array) -> str:
     def why_not() -> str | None:
         return why_no_kernels(device_of(x), x.dtype) or why_not_triton((bh, bw))
 
-    return choose(op, impl, problem, why_not)
+    return choose(op, impl, problem, Kernels("triton", why_not))
 
 
 def _product_options(matrix: BSRMatrix, x: jax.Array, dense_left: bool) -> ProductOptions:

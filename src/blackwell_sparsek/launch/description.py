@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-Role = Literal["input", "output", "scratch", "zeroed"]
-"""What is read; what is returned; what is written and dropped; the same, zero before the launch."""
+Role = Literal["input", "output", "scratch", "zeroed", "counters"]
+"""What is read; what is returned; what is written and dropped; the same, zero before the launch;
+and what the kernel finds zero and leaves zero, which its stream keeps."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,21 +1,36 @@
 """Host code that the Hopper kernels share: sizes, layouts, descriptors.
 
-Configurations must be readable without Triton, so functions import it when they need it.
+Configurations must be readable without Triton, so functions import it when they need it. Dtypes
+are those of torch or NumPy, arrays tensors of torch or an `ArraySpec`.
 """
 
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
+from ..core.dtypes import dtype_name
 
 # Rows of one WGMMA instruction, and so of one consumer warp group.
 GROUP_ROWS = 64
 # Shared memory for the tiles of one program: the 228 KiB of an SM less barriers and tile numbers.
 SMEM_BYTES = 226 * 1024
 
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
-_NAMES |= {torch.float8_e4m3fn: "fp8e4nv"}
+# Dtypes in Triton's spelling. JAX has words of bits as uint32, torch as int32; kernels read int32.
+TRITON_NAMES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "int64": "i64",
+    "int32": "i32",
+    "uint32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "i1",
+}
 
 
 def accumulator_layout(columns: int, depth: int = 16) -> object:
@@ -35,24 +50,24 @@ def warp_rows_layout(warps: int) -> object:
 
 
 @cache
-def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+def shared_layout(block: tuple[int, ...], dtype: Any) -> Any:
     """Layout of a tile of this shape in shared memory."""
     from triton.experimental.gluon import language as gl
 
     element = {
-        torch.float16: gl.float16,
-        torch.bfloat16: gl.bfloat16,
-        torch.float32: gl.float32,
-        torch.int32: gl.int32,
-        torch.float8_e4m3fn: gl.float8e4nv,
-    }[dtype]
+        "float16": gl.float16,
+        "bfloat16": gl.bfloat16,
+        "float32": gl.float32,
+        "int32": gl.int32,
+        "float8_e4m3fn": gl.float8e4nv,
+    }[dtype_name(dtype)]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
 class Descriptor(NamedTuple):
-    """A tensor that a kernel copies by TMA, in tiles of shape `block`; strides in elements."""
+    """An array that a kernel copies by TMA, in tiles of shape `block`; strides in elements."""
 
-    base: torch.Tensor
+    base: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
@@ -67,14 +82,14 @@ class Descriptor(NamedTuple):
 
 
 def tensor_descriptor(
-    x: torch.Tensor, block: Sequence[int], strides: tuple[int, ...] | None = None
+    x: Any, block: Sequence[int], strides: tuple[int, ...] | None = None
 ) -> Descriptor:
     """TMA descriptor that copies tiles of shape `block`; `strides` replace those of `x`."""
     # a torch.Size is a tuple
     return Descriptor(x, x.shape, x.stride() if strides is None else strides, tuple(block))
 
 
-def packed_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> Descriptor:
+def packed_descriptor(x: Any, block: tuple[int, ...]) -> Descriptor:
     """TMA descriptor of packed sequences [T, H, D], as `device.gluon.pipeline` addresses them.
 
     `block` is that of the dense layout, [1, 1, rows, width].
@@ -101,6 +116,7 @@ def _packed_constants() -> tuple[int, int, int]:
     return BEYOND.value, ROW_END.value, WRAP.value
 
 
-def descriptor_type(block: Sequence[int], dtype: torch.dtype) -> str:
-    """The type of a tensor descriptor in Triton's spelling, for compile cases."""
-    return f"tensordesc<{_NAMES[dtype]}{list(block)},{shared_layout(tuple(block), dtype)!r}>"
+def descriptor_type(block: Sequence[int], dtype: Any) -> str:
+    """The type of a tensor descriptor in Triton's spelling."""
+    element = TRITON_NAMES[dtype_name(dtype)]
+    return f"tensordesc<{element}{list(block)},{shared_layout(tuple(block), dtype)!r}>"

@@ -5,15 +5,14 @@ release.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from operator import mul
 from struct import Struct
 from typing import Any
 
-import torch
-
-from ..core.compat import raw_device
+from ..core.dtypes import dtype_name
 
 # Values of CUlaunchAttributeID.
 _COOPERATIVE = 2
@@ -24,6 +23,10 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _SPREAD = 1
 # CUtensorMapL2promotion: fetches into L2 take 128 bytes.
 _L2_128B = 2
+# CUfunction_attribute: the most shared memory that a launch may ask for. More than the default must
+# be allowed for each kernel.
+_MOST_SHARED = 8
+_DEFAULT_SHARED = 48 * 1024
 _INVALID_CONTEXT = 201
 # Drivers up to 13.1 may fetch past the end of tensors that span less than this many bytes, unless
 # this bit in the second word of the tensor map is clear.
@@ -33,13 +36,13 @@ _SMALL_TENSOR_BIT = 1 << 21
 
 # CUtensorMapDataType by dtype.
 _DATA_TYPES = {
-    torch.uint8: 0,
-    torch.float8_e4m3fn: 0,
-    torch.float8_e5m2: 0,
-    torch.int32: 3,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.bfloat16: 9,
+    "uint8": 0,
+    "float8_e4m3fn": 0,
+    "float8_e5m2": 0,
+    "int32": 3,
+    "float16": 6,
+    "float32": 7,
+    "bfloat16": 9,
 }
 
 
@@ -132,11 +135,61 @@ def launch_kernel(config: int, function: int, parameters: int) -> None:
         _launch.argtypes = [ctypes.c_void_p] * 4
     code = _launch(config, function, parameters, None)
     if code == _INVALID_CONTEXT:
-        # a new thread has no context until it uses the CUDA runtime
-        torch.cuda.set_device(raw_device())
+        # a new thread has no context until it uses the CUDA runtime; JAX has set one
+        import torch
+
+        torch.cuda.set_device(torch.cuda.current_device())
         code = _launch(config, function, parameters, None)
     if code:
         raise RuntimeError(f"cuLaunchKernelEx failed: {_message(code)}")
+
+
+# What Triton and torch do for launches of torch, for those of other frameworks.
+
+
+def _checked(name: str, *args: Any) -> None:
+    code = getattr(_library(), name)(*args)
+    if code:
+        raise RuntimeError(f"{name} failed: {_message(code)}")
+
+
+@contextmanager
+def context_of(stream: int) -> Iterator[int]:
+    """The context of a stream, which is the current one inside: a thread need not have one."""
+    own, current = ctypes.c_void_p(), ctypes.c_void_p()
+    _checked("cuStreamGetCtx", ctypes.c_void_p(stream), ctypes.byref(own))
+    _checked("cuCtxGetCurrent", ctypes.byref(current))
+    context = own.value or 0
+    if current.value == own.value:
+        yield context
+        return
+    _checked("cuCtxPushCurrent_v2", own)
+    try:
+        yield context
+    finally:
+        _checked("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+def loaded_function(cubin: bytes, name: str, shared: int) -> int:
+    """The handle of a kernel in the current context, where its module stays loaded."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _checked("cuModuleLoadData", ctypes.byref(module), cubin)
+    _checked("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    if shared > _DEFAULT_SHARED:
+        _checked("cuFuncSetAttribute", function, _MOST_SHARED, shared)
+    assert function.value is not None
+    return function.value
+
+
+def zeroed_words(count: int, stream: int) -> int:
+    """The address of memory in the current context, of 4 bytes each and never freed.
+
+    Zero for whatever comes later on `stream`.
+    """
+    address = ctypes.c_uint64()
+    _checked("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
+    _checked("cuMemsetD32Async", address, 0, ctypes.c_size_t(count), ctypes.c_void_p(stream))
+    return address.value
 
 
 _address = ctypes.addressof
@@ -168,13 +221,13 @@ class TensorMapEncoder:
 
     Parameters
     ----------
-    dtype : the dtype of the tensors
+    dtype : the dtype of the tensors, of torch or NumPy
     box : sizes of the tile that one TMA instruction copies
     swizzle : CUtensorMapSwizzle, as the tile lies in shared memory
     """
 
-    def __init__(self, dtype: torch.dtype, box: Sequence[int], swizzle: int):
-        self._data_type = _DATA_TYPES[dtype]
+    def __init__(self, dtype: Any, box: Sequence[int], swizzle: int):
+        self._data_type = _DATA_TYPES[dtype_name(dtype)]
         self._element = dtype.itemsize
         self._rank = rank = len(box)
         self._small = _SMALL_TENSOR // self._element

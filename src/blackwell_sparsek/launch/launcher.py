@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ..core.compat import raw_device, raw_stream
 from ..core.integers import cdiv as cdiv
+from ..core.torch_private import raw_device, raw_stream
+from .prepared import COMPILE_OPTIONS
 from .recording import Launch, current_recording
-from .variants import COMPILE_OPTIONS, Launchable, find_variant, for_triton
+from .variants import Launchable, find_variant, for_triton
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:

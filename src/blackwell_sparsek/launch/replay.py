@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..core.compat import empty_on_gpu, raw_device, raw_stream
 from ..core.env import asked_impl
+from ..core.torch_private import empty_on_gpu, raw_device, raw_stream
 from ..core.torch_state import is_explaining
 from .launcher import on_device_of
 from .recording import Recording, recording, unrecorded

@@ -4,87 +4,40 @@ A recording may depend only on what both calls have in common (shapes, strides, 
 `launch.replay` ensures that.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from ..core.compat import empty_on_gpu, raw_stream
+from ..core.torch_private import empty_on_gpu, raw_stream
 from . import workspace
 from .descriptors import Descriptor
-from .driver import TensorMap
+from .prepared import MapSlot, Slot, Template
 from .recording import Recording
-from .variants import Launchable, Prepared
+from .variants import Launchable
 from .workspace import MOST_KEPT_BYTES, counters_of_stream, stream_memory, zeroed_counters
 
-# Tensor maps kept for each descriptor, 128 bytes each: the layers of a model have tensors of one
-# shape at many addresses, which recur in every step.
-MAX_TENSOR_MAPS = 256
 # Scratch tensors begin at multiples of this, as separate allocations would.
 _ALIGNMENT = 512
 
 
-class _Slot(NamedTuple):
-    """A parameter that takes the address of the tensor with this role."""
-
-    place: int
-    role: int
-
-
-class _MapSlot(NamedTuple):
-    """A parameter that takes the tensor map of a tensor; `maps` keeps those made, by address."""
-
-    place: int
-    role: int
-    encode: Callable[..., TensorMap]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    maps: dict[int, TensorMap]
-
-
-class _Template:
-    """One recorded launch: packed parameters, some of which differ between calls."""
+class _Template(Template):
+    """One recorded launch, of which the tensors with a role differ between calls."""
 
     def __init__(self, launched: Launchable, grid: int, args: list[Any], role_of: dict[int, int]):
-        self.variant = launched.variant
-        self._grid = grid
-        self._values = launched.values
+        variant, values = launched.variant, launched.values
         # tensors without a role, which every launch takes as they are
         self.kept = [x for x in _tensors(args) if x.data_ptr() and x.data_ptr() not in role_of]
-        self._slots: list[_Slot] = []
-        for place in self.variant.pointers:
-            if launched.values[place] in role_of:
-                self._slots.append(_Slot(place, role_of[launched.values[place]]))
-        self._maps: list[_MapSlot] = []
-        for encode, (place, x) in zip(self.variant.encoders, launched.descriptors, strict=True):
-            role = role_of[x.base.data_ptr()]
-            self._maps.append(_MapSlot(place, role, encode, x.shape, x.strides, {}))
-        self._free: list[Prepared] = []
-
-    def run(self, stream: int, addresses: list[int]) -> None:
-        """Launch with tensors at these addresses, by role."""
-        # one for each thread that launches at the same time
-        try:
-            prepared = self._free.pop()
-        except IndexError:
-            prepared = self.variant.prepared(self._grid, self._values)
-        words = prepared.words
-        for place, role in self._slots:
-            words[place] = addresses[role]
-        for slot in self._maps:
-            address = addresses[slot.role]
-            encoded = slot.maps.get(address) or _encoded(slot, address)
-            prepared.places[slot.place] = encoded.address
-        prepared.launch(stream)
-        self._free.append(prepared)
-
-
-def _encoded(slot: _MapSlot, address: int) -> TensorMap:
-    """The tensor map for a tensor at `address`, kept for later launches."""
-    if len(slot.maps) >= MAX_TENSOR_MAPS:
-        slot.maps.clear()
-    slot.maps[address] = made = slot.encode(address, slot.shape, slot.strides)
-    return made
+        slots = [
+            Slot(place, role_of[values[place]])
+            for place in variant.pointers
+            if values[place] in role_of
+        ]
+        maps = [
+            MapSlot(place, role_of[x.base.data_ptr()], encode, x.shape, x.strides, {})
+            for encode, (place, x) in zip(variant.encoders, launched.descriptors, strict=True)
+        ]
+        super().__init__(variant, grid, values, slots, maps)
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:

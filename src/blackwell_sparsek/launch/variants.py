@@ -6,29 +6,17 @@ Finding the variant again in Triton's front end takes longer than everything els
 one pass over the arguments gives both the key of the variant and the values of its parameters.
 """
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.compat import raw_device
+from ..core.torch_private import raw_device
 from .descriptors import Descriptor
-from .driver import (
-    LaunchConfig,
-    TensorMap,
-    TensorMapEncoder,
-    launch_attributes,
-    launch_kernel,
-)
-from .parameters import MapParameters, UnknownParameters, parameters_of
+from .parameters import UnknownParameters
+from .prepared import COMPILE_OPTIONS, Variant
 
-# Options that every kernel is compiled with, besides its own. Multiplications and additions are
-# fused as they always were, whatever a release or TRITON_DEFAULT_FP_FUSION takes for a default:
-# Triton 3.9 warns that 3.10 will not fuse.
-COMPILE_OPTIONS = {"enable_fp_fusion": True}
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _INT32 = 2**31
 # What a key holds of an integer: that it is 1, or its size, plus this if 16 divides it. Other parts
@@ -86,103 +74,6 @@ class _Walk:
         else:
             # None, functions and the like are constants
             key += (kind, x)
-
-
-class Prepared:
-    """A launch whose parameters are packed in host memory, for one thread at a time.
-
-    `words` are the parameters, 8 bytes each, in which addresses and integers may be replaced before
-    a launch. `places` is where the driver finds each parameter: that of a tensor map is set to the
-    map.
-    """
-
-    __slots__ = (
-        *("_cluster", "_config", "_config_address", "_function", "_places_address"),
-        *("places", "words"),
-    )
-
-    def __init__(self, function: int, size: int, config: LaunchConfig, cluster: int):
-        self.words: Any = (ctypes.c_uint64 * size)()
-        start = ctypes.addressof(self.words)
-        self.places: Any = (ctypes.c_void_p * size)(*[start + 8 * i for i in range(size)])
-        self._config = config
-        self._cluster = cluster
-        self._function = function
-        self._config_address = ctypes.addressof(config)
-        self._places_address = ctypes.addressof(self.places)
-
-    def launch(self, stream: int) -> None:
-        """Launch; the driver copies the parameters before it returns."""
-        self._config.stream = stream
-        launch_kernel(self._config_address, self._function, self._places_address)
-
-    def launch_on(self, grid: int, stream: int) -> None:
-        """Launch on `grid` clusters, which may be single programs."""
-        self._config.grid_x = grid * self._cluster
-        self.launch(stream)
-
-
-class Variant:
-    """A compiled kernel that the CUDA driver launches."""
-
-    def __init__(self, compiled: Any, descriptors: Sequence[Descriptor], cluster: int):
-        parameters = parameters_of(compiled)
-        # loads the kernel onto the current device
-        compiled.run  # noqa: B018
-        metadata = compiled.metadata
-        self.overlaps: bool = bool(metadata.launch_pdl)
-        self.own: int = parameters.own
-        self.pointers: tuple[int, ...] = parameters.pointers
-        self.encoders: list[TensorMapEncoder] = [
-            _encoder(x, part) for x, part in zip(descriptors, parameters.maps, strict=True)
-        ]
-        self._function: int = compiled.function
-        self._cluster = cluster
-        self._threads = 32 * metadata.num_warps
-        self._shared: int = metadata.shared
-        self._size = len(parameters.formats)
-        self._pack: Callable[..., None] = Struct("=" + "".join(parameters.formats)).pack_into
-        # nothing is allocated for Triton's workspaces, which this kernel does not use
-        self._workspaces = [0] * (self._size - self.own)
-        self._attributes, self._attribute_count = launch_attributes(
-            cluster, self.overlaps, bool(metadata.launch_cooperative_grid)
-        )
-        self._free: list[Prepared] = []
-        # keeps the kernel loaded
-        self._compiled = compiled
-
-    def prepared(self, grid: int, values: Sequence[Any]) -> Prepared:
-        """A launch on `grid` clusters, which may be single programs, but for its tensor maps.
-
-        `values` has one for each of the kernel's own parameters, addresses for tensors.
-        """
-        config = LaunchConfig(grid * self._cluster, 1, 1, self._threads, 1, 1, self._shared)
-        config.attributes = ctypes.addressof(self._attributes)
-        config.attribute_count = self._attribute_count
-        made = Prepared(self._function, self._size, config, self._cluster)
-        self._pack(made.words, 0, *values, *self._workspaces)
-        return made
-
-    def launch(
-        self, grid: int, stream: int, values: Sequence[Any], maps: Sequence[tuple[int, TensorMap]]
-    ) -> None:
-        """Launch with `values` as in `prepared`, and each tensor map in its place."""
-        # two threads must not write to the same memory: the driver reads it without the GIL
-        try:
-            made = self._free.pop()
-        except IndexError:
-            made = self.prepared(grid, values)
-        else:
-            self._pack(made.words, 0, *values, *self._workspaces)
-        places = made.places
-        for place, encoded in maps:
-            places[place] = encoded.address
-        made.launch_on(grid, stream)
-        self._free.append(made)
-
-
-def _encoder(descriptor: Descriptor, part: MapParameters) -> TensorMapEncoder:
-    return TensorMapEncoder(descriptor.base.dtype, part.box, part.swizzle)
 
 
 class Launchable(NamedTuple):
@@ -282,10 +173,16 @@ def _compiled_variant(
 ) -> Variant | None:
     compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **COMPILE_OPTIONS, **options)
     try:
-        variant = Variant(compiled, [x for _, x in walk.descriptors], cluster)
+        variant = Variant(compiled, _loaded, [x.base.dtype for _, x in walk.descriptors], cluster)
     except UnknownParameters:
         return None
     return variant if len(walk.values) == variant.own else None
+
+
+def _loaded(compiled: Any) -> int:
+    """The kernel's handle on the current device, onto which it is loaded."""
+    compiled.run  # noqa: B018
+    return compiled.function
 
 
 def for_triton(x: Any) -> Any:

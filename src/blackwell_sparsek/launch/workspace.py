@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..core.compat import raw_stream
+from ..core.torch_private import raw_stream
 from .recording import current_recording
 
 # Unused bytes after each part of a replayed call's scratch memory. `testing.canaries` sets it and

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core.compat import raw_device, raw_stream
+from ..core.torch_private import raw_device, raw_stream
 from ..launch.recording import note_derived
 from ..launch.workspace import made_outside_pool
 from .block_mask import BlockMask

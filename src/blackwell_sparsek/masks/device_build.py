@@ -12,8 +12,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ..core.compat import empty_on_gpu, raw_device, why_triton_fails
+from ..core.compat import why_triton_fails
 from ..core.env import triton_interpreted
+from ..core.torch_private import empty_on_gpu, raw_device
 from ..launch.launcher import cdiv
 from ..launch.templates import RecordedLaunches
 from . import bits as bit_masks

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from ..core.checks import check_dtype, check_tensor, message
-from ..core.compat import raw_stream
 from ..core.errors import InvalidInput
+from ..core.torch_private import raw_stream
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from ..launch.workspace import made_outside_pool

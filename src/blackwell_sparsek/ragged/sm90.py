@@ -40,9 +40,9 @@ from ..attention.sm90.forward import (
     drop_unseen,
     skip_tiles,
 )
+from ..attention.sm90.forward_plan import tma_strides
 from ..attention.sm90.forward_producer import TailPart, Visit, count_tiles, dense_tile
 from ..attention.sm90.forward_stages import KvStages, zero_outputs
-from ..attention.sm90.launch import tma_strides
 from ..calls.ragged import RaggedCall
 from ..core.compat import hopper_options
 from ..decode.sm90 import descriptor

@@ -20,97 +20,46 @@ from typing import Any
 import torch
 import triton
 import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from ..core.compat import installed_versions, ptxas_options, spills_are_judged
 from ..launch.parameters import UnknownParameters, parameters_of
-from ..launch.variants import COMPILE_OPTIONS
+from ..launch.signature import Signature, pointer_type
 from .compile_cases import CompileCase, registered_cases
 from .machine_code import code_digest, misplaced_barriers, unwritten_registers
 
 # The most shared memory of one program, in bytes.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-_POINTERS = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-}
-_ALIGNED = [["tt.divisibility", 16]]
 _TOOLS = pathlib.Path(triton.backends.nvidia.__file__).parent / "bin"
 
 
-class Specialised:
-    """Signature, constants and attributes of a launch, as Triton's front end derives them."""
+class Specialised(Signature):
+    """Signature, constants and attributes of a compile case."""
 
     def __init__(self, case: CompileCase):
-        self.signature: dict[str, Any] = {}
-        self.constants: dict[tuple[int, ...], Any] = {}
-        self.attrs: dict[tuple[int, ...], Any] = {}
-        parameters = {p.name: p for p in case.kernel.params}
-        if set(parameters) != set(case.args):
-            wrong = sorted(set(parameters) ^ set(case.args))
+        names = [p.name for p in case.kernel.params]
+        if set(names) != set(case.args):
+            wrong = sorted(set(names) ^ set(case.args))
             raise ValueError(f"{case.name}: args and kernel parameters differ in {wrong}")
-        for i, (name, parameter) in enumerate(parameters.items()):
-            value = case.args[name]
-            if parameter.is_constexpr:
-                self.signature[name] = "constexpr"
-                self.constants[(i,)] = value
-            else:
-                self.signature[name] = self._type(value, (i,), not parameter.do_not_specialize)
-
-    def _type(self, value: Any, path: tuple[int, ...], specialise: bool) -> Any:
-        if isinstance(value, tuple):
-            types = [self._type(x, (*path, j), specialise) for j, x in enumerate(value)]
-            # a named tuple keeps its names in the kernel
-            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
-        if value is None or isinstance(value, JITFunction) or (specialise and _is_one(value)):
-            self.constants[path] = value
-            return "constexpr"
-        if isinstance(value, str):
-            return value
-        if isinstance(value, bool):
-            return "i1"
-        if isinstance(value, float):
-            return "fp32"
-        if isinstance(value, int):
-            if specialise and value % 16 == 0:
-                self.attrs[path] = _ALIGNED
-            return "i32" if -(2**31) <= value < 2**31 else "i64"
-        self.attrs[path] = _ALIGNED
-        return _POINTERS[value]
+        super().__init__(case.kernel, [_typed(case.args[name]) for name in names])
 
 
-def _is_one(value: Any) -> bool:
-    return type(value) is int and value == 1
+def _typed(value: Any) -> Any:
+    """An argument with the types of pointers in place of dtypes."""
+    if isinstance(value, torch.dtype):
+        return pointer_type(value)
+    if isinstance(value, tuple):
+        items = [_typed(x) for x in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
 
 
 def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]:
     """Compile one case for one architecture; return the record that `compile_only` reports."""
     started = time.perf_counter()
     special = Specialised(case)
-    source: type[ASTSource] = ASTSource
-    if getattr(case.kernel, "is_gluon", lambda: False)():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
     launched_with = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
-    compiled = triton.compile(
-        source(case.kernel, special.signature, special.constants, special.attrs),
-        target=GPUTarget("cuda", sm, 32),
-        options=COMPILE_OPTIONS | launched_with,
-    )
+    compiled = special.compiled(sm, launched_with)
     extra = case.options.get("ptx_options", "").split()
     record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
     # kernels with asynchronous copies get shared memory at launch, which ptxas does not see

@@ -8,14 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.attention.sm90.launch import tma_strides
+from blackwell_sparsek.attention.sm90.forward_plan import tma_strides
 
 SCRIPT = """
 from blackwell_sparsek.masks.order import longest_first
-from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
+from blackwell_sparsek.attention.sm90 import forward_plan, launch as fwd_sm90_launch
 from blackwell_sparsek.attention.sm90.config import make_forward_config as make_config
 
-fwd_sm90_launch._attn_fwd_sm90_kernel = Recorder(fwd_sm90_launch._attn_fwd_sm90_kernel)
+forward_plan._attn_fwd_sm90_kernel = Recorder(forward_plan._attn_fwd_sm90_kernel)
 
 
 def call(sq=64, sk=64, batch=2, heads=4, kv_heads=2, dim=64, bshd=False, mask=None, **options):

@@ -13,10 +13,9 @@ from ...calls.attention import (
 )
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
-from ...launch.descriptors import packed_descriptor, tensor_descriptor
+from ...launch.descriptors import tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import scratch, self_resetting_counters
-from ...masks.band import EVERYTHING
 from ...masks.derived_lists import derived_list
 from ...masks.order import longest_columns_first, longest_first
 from ..operands import gradient_factors, kernel_operands, transposed_mask
@@ -36,13 +35,11 @@ from .backward_wide_queries import _attn_bwd_wide_dq_sm90_kernel
 from .config import SUM_COLUMNS, AttnBwdSm90Config, AttnFwdSm90Config
 from .config_split import AttnBwdDqSm90Config
 from .dq_order import Columns, DqOrder, Walk, dq_order
-from .forward import _attn_fwd_sm90_kernel
+from .forward_plan import descriptor_of, plan_attn_fwd_sm90, schedule_of_call
 from .forward_producer import Workspace
 from .schedule import (
     BackwardSchedule,
     backward_schedule,
-    forward_schedule,
-    forward_work_tiles,
     packed_backward_schedule,
     packed_rows,
     padded_rows,
@@ -101,68 +98,20 @@ def launch_attn_fwd_sm90(
         after the other, find theirs from their own lengths, up to this
     config : tiles
     """
-    q, k, v, spec = call.q, call.k, call.v, call.spec
-    operands = kernel_operands(call)
-    batch, heads = operands.batch, operands.heads.q
-    tokens = q.shape[0] if spec.is_varlen else None
-    work_tiles = forward_work_tiles(config, batch, heads, operands.lengths[0], tokens)
-    assert order is None or not spec.is_varlen
-    if order is not None and spec.block_mask is not None:
-        work_tiles = order.numel() * (spec.block_mask.block_size[0] // config.tile_m)
-    if work_tiles == 0:
+    device = call.q.device
+    schedule = schedule_of_call(call, order, config, arch_of(device).num_sms)
+    if schedule is None:
         return
-    even = spec.block_mask is None and spec.band == EVERYTHING and not spec.is_varlen
-    sms = arch_of(q.device).num_sms
-    schedule = forward_schedule(config, sms, work_tiles, k.shape[-2], even)
     parts = None
     if config.SPLIT_TAIL:
         # where nothing is shared nobody looks at it
         parts = lse
         if schedule.tail_share > 0:
-            parts = scratch(schedule.parts_shape(config), torch.float32, q.device)
-    with on_device_of(q):
-        args = (
-            _descriptor(out, config.out_block()),
-            lse,
-            _descriptor(q, config.q_block()),
-            _descriptor(k, config.k_block()),
-            _descriptor(v, config.v_block()),
-            operands.sinks,
-            operands.cu_seqlens,
-            Workspace(self_resetting_counters(schedule.counters, q.device), order, parts),
-            operands.block_lists,
-            *operands.mask_steps,
-            lse.stride(-2),
-            *operands.lengths,
-            *operands.band,
-            batch * heads,
-            raster_group,
-            schedule.dynamic,
-            schedule.tail_share,
-            *operands.heads,
-            operands.score,
-            config,
-        )
-        options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
-        options |= {"launch_pdl": config.PDL, **hopper_options()}
-        launch(_attn_fwd_sm90_kernel, schedule.programs, args, **options)
-
-
-def _descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
-    if x.dim() == 3:
-        return packed_descriptor(x, block)
-    return tensor_descriptor(x, block, tma_strides(x))
-
-
-def tma_strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides for a descriptor: a dimension of size 1 may carry any, which TMA would refuse."""
-    shape, strides = x.shape, x.stride()
-    if 1 not in shape:
-        return strides
-    step = 16 // x.element_size()
-    row = -(-shape[-1] // step) * step
-    outer = zip(shape[:-1], strides, strict=False)
-    return (*(stride if size > 1 else row for size, stride in outer), 1)
+            parts = scratch(schedule.parts_shape(config), torch.float32, device)
+    with on_device_of(call.q):
+        workspace = Workspace(self_resetting_counters(schedule.counters, device), order, parts)
+        plan = plan_attn_fwd_sm90(call, out, lse, workspace, raster_group, schedule, config)
+        launch(plan.kernel, plan.programs, plan.args, **plan.options)
 
 
 def backward(call: BackwardCall) -> None:
@@ -322,16 +271,16 @@ def launch_attn_bwd_sm90(
             sums_arg = _sums_descriptor(sums, config)
         if key_sums is None:
             blocks = (config.k_block(), config.v_block())
-            gradients = tuple(map(_descriptor, (dk, dv), blocks))
+            gradients = tuple(map(descriptor_of, (dk, dv), blocks))
         else:
             gradients = tuple(_sums_descriptor(x, config) for x in key_sums)
         args = (
             sums_arg,
             *gradients,
-            _descriptor(dout, config.dout_block()),
-            _descriptor(q, config.q_block()),
-            _descriptor(k, config.k_block()),
-            _descriptor(v, config.v_block()),
+            descriptor_of(dout, config.dout_block()),
+            descriptor_of(q, config.q_block()),
+            descriptor_of(k, config.k_block()),
+            descriptor_of(v, config.v_block()),
             *rows,
             WorkPointers(counter, order, semaphores, ranks, visits),
             mask.lists,
@@ -414,8 +363,8 @@ def launch_attn_bwd_dkdv_sm90(
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _descriptor(dk, config.k_block()),
-            _descriptor(dv, config.v_block()),
+            descriptor_of(dk, config.k_block()),
+            descriptor_of(dv, config.v_block()),
             *_inputs(call, config),
             *rows,
             scratch((1,), torch.int32, q.device, zero=work_tiles > programs),
@@ -444,7 +393,7 @@ def launch_attn_bwd_dq_sm90(
     programs = min(PROGRAMS_PER_SM * arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _descriptor(dq, config.q_block()),
+            descriptor_of(dq, config.q_block()),
             *_inputs(call, config),
             *terms,
             self_resetting_counters(1, q.device),
@@ -480,8 +429,8 @@ def launch_attn_bwd_wide_dkdv_sm90(
     with on_device_of(q):
         args = (
             None,
-            _descriptor(dk, config.k_block()),
-            _descriptor(dv, config.v_block()),
+            descriptor_of(dk, config.k_block()),
+            descriptor_of(dv, config.v_block()),
             *_inputs(call, config),
             *(tensor_descriptor(x, config.row_block()) for x in terms),
             WorkPointers(counter),
@@ -511,7 +460,7 @@ def launch_attn_bwd_wide_dq_sm90(
     programs = min(arch_of(q.device).num_sms, work_tiles)
     with on_device_of(q):
         args = (
-            _descriptor(dq, config.q_block()),
+            descriptor_of(dq, config.q_block()),
             *_inputs(call, config),
             *terms,
             self_resetting_counters(1, q.device),
@@ -535,4 +484,4 @@ def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config)
     """Descriptors of what both kernels read."""
     tensors = (call.dout, call.forward.q, call.forward.k, call.forward.v)
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())
-    return tuple(map(_descriptor, tensors, blocks))
+    return tuple(map(descriptor_of, tensors, blocks))

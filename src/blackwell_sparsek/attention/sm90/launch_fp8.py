@@ -18,8 +18,8 @@ from ..operands import kernel_operands
 from ..triton.forward_fp8 import scale_strides
 from .config import AttnFwdSm90Config, make_fp8_config, tile_width
 from .forward_fp8 import _attn_fwd_fp8_sm90_kernel
+from .forward_plan import tma_strides
 from .forward_producer import Workspace
-from .launch import tma_strides
 from .schedule import forward_schedule, forward_work_tiles
 from .tuning import attn_fwd_sm90_raster_group
 

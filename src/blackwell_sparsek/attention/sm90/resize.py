@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...calls.attention import AttnProblem, AttnSpec, ResizedCall, lse_dtype
-from ...core.compat import empty_on_gpu, raw_stream
+from ...core.torch_private import empty_on_gpu, raw_stream
 from ...device.records import Strides
 from ...launch.descriptors import packed_sizes
 from ...launch.recording import Launch

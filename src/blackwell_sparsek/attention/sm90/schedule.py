@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from ...core.integers import cdiv
 from ...launch.descriptors import GROUP_ROWS
-from ...launch.launcher import cdiv
 from .config import ROW_PADDING, AttnBwdSm90Config, AttnFwdSm90Config
 
 # Work tiles of the same size are dealt out to programs in turn while there are few: to deal them

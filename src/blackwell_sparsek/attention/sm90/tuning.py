@@ -6,15 +6,13 @@ a model with varying lengths compiles no more than a handful of variants.
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-
-from ...calls.attention import AttnProblem
-from ...calls.fp8 import Fp8AttnProblem
 from ...core.compat import why_no_gluon
-from ...dispatch.machine import why_no_kernels
+from ...core.dtypes import dtype_name
+from ...core.integers import cdiv
+from ...core.target import Arch
 from ...launch.descriptors import GROUP_ROWS
-from ...launch.launcher import cdiv
 from ...masks.band import EVERYTHING, Band
 from .config import (
     ORDERED_TILES,
@@ -33,6 +31,12 @@ from .config_split import (
     make_wide_dq_config,
 )
 
+if TYPE_CHECKING:
+    from ...calls.attention import AttnProblem
+    from ...calls.fp8 import Fp8AttnProblem
+
+# Dtypes that 16-bit WGMMA multiplies.
+HALVES = ("float16", "bfloat16")
 LARGEST_HEAD_DIM = 256
 # Positions and band limits are int32 in the kernel, and so is the number of work tiles.
 LONGEST = 2**30 - 1
@@ -66,11 +70,11 @@ PACE: dict[tuple[int, int], tuple[float, ...]] = {
 }
 
 
-def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
+def attn_fwd_sm90_unsupported(problem: "AttnProblem") -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if problem.arch.sm != 90:
         return f"needs sm_90, this is {problem.arch}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
+    if dtype_name(problem.dtype) not in HALVES:
         return f"{problem.dtype} has no 16-bit WGMMA"
     dims = (problem.head_dim, problem.head_dim_v)
     if max(dims) > LARGEST_HEAD_DIM or any(dim % 8 for dim in dims):
@@ -97,7 +101,7 @@ def attn_fwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     return attn_fwd_sm90_lengths_unsupported(problem)
 
 
-def attn_fwd_sm90_lengths_unsupported(problem: AttnProblem) -> str | None:
+def attn_fwd_sm90_lengths_unsupported(problem: "AttnProblem") -> str | None:
     """The part of `attn_fwd_sm90_unsupported` that depends on lengths."""
     if problem.max_k == 0 or (problem.tokens is not None and problem.tokens[1] == 0):
         return "TMA cannot describe zero keys"
@@ -114,7 +118,7 @@ def attn_fwd_sm90_lengths_unsupported(problem: AttnProblem) -> str | None:
     return None
 
 
-def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
+def attn_fwd_sm90_passed_over(problem: "AttnProblem") -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
@@ -122,12 +126,12 @@ def attn_fwd_sm90_passed_over(problem: AttnProblem) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
+def attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
     """Tiles of a problem that `attn_fwd_sm90_unsupported` accepts."""
     return new_attn_fwd_sm90_config(problem)
 
 
-def new_attn_fwd_sm90_config(problem: AttnProblem) -> AttnFwdSm90Config:
+def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
     """The same for lengths that no cache has, and none should keep."""
     tile_d, tile_dv = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
     block_q, block_kv = problem.mask_block or (None, None)
@@ -177,14 +181,14 @@ def _whole_tiles(tokens: int) -> int:
     return cdiv(tokens, GROUP_ROWS) * GROUP_ROWS
 
 
-def _keys(problem: AttnProblem) -> int:
+def _keys(problem: "AttnProblem") -> int:
     """Keys of a sequence; their average if sequences are packed."""
     if problem.tokens is None:
         return problem.max_k
     return cdiv(problem.tokens[1], max(problem.batch, 1))
 
 
-def _work_tiles(problem: AttnProblem, rows: int) -> int:
+def _work_tiles(problem: "AttnProblem", rows: int) -> int:
     """Work tiles of `rows` queries; assumes that packed sequences fill half of their last tile."""
     if problem.tokens is None:
         return problem.batch * problem.heads_q * cdiv(problem.max_q, rows)
@@ -192,7 +196,7 @@ def _work_tiles(problem: AttnProblem, rows: int) -> int:
     return problem.heads_q * max(half_filled, problem.batch)
 
 
-def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
+def _time(problem: "AttnProblem", dim: int, consumers: int) -> float:
     """Relative time without a mask: rounds of work tiles on all SMs, each at its measured pace.
 
     Tall tiles run faster, but in small problems they leave SMs idle, and rows past the last query
@@ -207,7 +211,7 @@ def _time(problem: AttnProblem, dim: int, consumers: int) -> float:
     return rounds * rows / (pace[beside - 1] * _lead(problem, dim, consumers))
 
 
-def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
+def _lead(problem: "AttnProblem", dim: int, consumers: int) -> float:
     """The speedup of one consumer over its `PACE`."""
     if consumers > 1:
         return 1.0
@@ -221,7 +225,7 @@ def _lead(problem: AttnProblem, dim: int, consumers: int) -> float:
 
 
 def attn_fwd_sm90_raster_group(
-    problem: AttnProblem, band: Band = EVERYTHING, config: AttnFwdSm90Config | None = None
+    problem: "AttnProblem", band: Band = EVERYTHING, config: AttnFwdSm90Config | None = None
 ) -> int:
     """(batch, head) pairs of a raster group: whole groups of heads that share keys.
 
@@ -279,7 +283,7 @@ OF_FURTHER_HEAD = 0.025
 WORTH_SPLITTING = 0.95
 
 
-def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
+def attn_bwd_sm90_unsupported(problem: "AttnProblem") -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
@@ -290,7 +294,7 @@ def attn_bwd_sm90_unsupported(problem: AttnProblem) -> str | None:
     return None
 
 
-def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
+def _packed_gradients_unsupported(problem: "AttnProblem") -> str | None:
     """Why the Hopper backward cannot run these packed sequences, or None."""
     if problem.mask_block is not None:
         return "packed sequences with a mask are not written yet"
@@ -306,14 +310,14 @@ def _packed_gradients_unsupported(problem: AttnProblem) -> str | None:
     return None
 
 
-def attn_bwd_sm90_passed_over(problem: AttnProblem) -> str | None:
+def attn_bwd_sm90_passed_over(problem: "AttnProblem") -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None
 
 
-def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
+def attn_bwd_sm90_is_split(problem: "AttnProblem") -> bool:
     """Whether to split the backward into a kernel for dk/dv and one for dq.
 
     Two kernels compute seven products instead of five, but need no dq sums in memory, of which a
@@ -330,7 +334,7 @@ def attn_bwd_sm90_is_split(problem: AttnProblem) -> bool:
     return problem.mask_block is not None and problem.mask_block[1] == 64
 
 
-def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdSm90Config:
+def attn_bwd_sm90_config(problem: "AttnProblem", head_splits: int = 1) -> AttnBwdSm90Config:
     """Tiles of a problem that `attn_bwd_sm90_unsupported` accepts."""
     # with wide values, there are no registers for the tall tiles of narrow keys
     widest = max(problem.head_dim, problem.head_dim_v)
@@ -342,7 +346,7 @@ def attn_bwd_sm90_config(problem: AttnProblem, head_splits: int = 1) -> AttnBwdS
     return make_backward_config(tile_d, tile_dv, masked, ordered, split, dims)
 
 
-def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
+def attn_bwd_sm90_head_splits(problem: "AttnProblem", band: Band) -> int:
     """Work tiles that share the query heads of a KV tile; 1 if one has them all.
 
     A work tile with all query heads of a KV head is long, and with few KV heads and short sequences
@@ -363,7 +367,7 @@ def attn_bwd_sm90_head_splits(problem: AttnProblem, band: Band) -> int:
     return best if steps[best] <= WORTH_SPLITTING * steps[1] else 1
 
 
-def _steps(problem: AttnProblem, band: Band, head_splits: int) -> float:
+def _steps(problem: "AttnProblem", band: Band, head_splits: int) -> float:
     """Steps of 64 queries of the busiest program, up to head dims of 128.
 
     Under a band with one side, the longest work tiles come first, so that programs end together
@@ -396,7 +400,7 @@ def _steps(problem: AttnProblem, band: Band, head_splits: int) -> float:
     return max(longest + of_tile, everywhere + late) + rounding
 
 
-def attn_bwd_sm90_raster_group(problem: AttnProblem, head_splits: int = 1) -> int:
+def attn_bwd_sm90_raster_group(problem: "AttnProblem", head_splits: int = 1) -> int:
     """Raster group: (batch, KV head) whose queries, gradients and dq sums stay in L2 together.
 
     A share of the query heads of a KV head counts as a KV head of its own. Groups are larger if a
@@ -439,7 +443,7 @@ def attn_bwd_sm90_raster_group(problem: AttnProblem, head_splits: int = 1) -> in
     return max(min(group, problem.batch * problem.heads_kv * head_splits), 1)
 
 
-def attn_bwd_sm90_front(problem: AttnProblem, raster_group: int) -> int:
+def attn_bwd_sm90_front(problem: "AttnProblem", raster_group: int) -> int:
     """Parts of the queries that all KV tiles traverse together, if their order is planned.
 
     TFLOP/s in order with 1 and 4 parts, blocks of 128: 22 % of 16k tokens, two heads of 16 MiB at a
@@ -449,17 +453,17 @@ def attn_bwd_sm90_front(problem: AttnProblem, raster_group: int) -> int:
     return 1 if running_bytes <= PLANNED * BACKWARD_GROUP_BYTES else 4
 
 
-def _is_wide(problem: AttnProblem) -> bool:
+def _is_wide(problem: "AttnProblem") -> bool:
     """Whether the kernel for heads above 128 computes the gradients."""
     return max(problem.head_dim, problem.head_dim_v) > 128
 
 
-def _keys_of_tile(problem: AttnProblem) -> int:
+def _keys_of_tile(problem: "AttnProblem") -> int:
     """`tile_n` of the configuration, which takes longer to find."""
     return GROUP_ROWS if _is_wide(problem) else 2 * GROUP_ROWS
 
 
-def _row_bytes(problem: AttnProblem) -> int:
+def _row_bytes(problem: "AttnProblem") -> int:
     """Bytes of a query, its output gradient and its dq sum."""
     return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4
 
@@ -472,41 +476,41 @@ def _row_bytes(problem: AttnProblem) -> int:
 WIDE_SPLIT: WideSplit | None = WideSplit(NARROW_TILES=True)
 
 
-def attn_bwd_wide_dkdv_config(problem: AttnProblem) -> AttnBwdSm90Config:
+def attn_bwd_wide_dkdv_config(problem: "AttnProblem") -> AttnBwdSm90Config:
     """Tiles of the split dk/dv kernel for wide heads."""
     tiles = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
     return make_wide_dkdv_config(*tiles, WIDE_SPLIT or WideSplit())
 
 
-def attn_bwd_wide_dq_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
+def attn_bwd_wide_dq_config(problem: "AttnProblem") -> AttnBwdDqSm90Config:
     """Tiles of the split dq kernel for wide heads."""
     return make_wide_dq_config(tile_width(problem.head_dim), tile_width(problem.head_dim_v))
 
 
-def attn_bwd_wide_dkdv_raster_group(problem: AttnProblem) -> int:
+def attn_bwd_wide_dkdv_raster_group(problem: "AttnProblem") -> int:
     """Raster group of the dk/dv kernel for wide heads, which has no order to keep."""
     return attn_bwd_sm90_raster_group(replace(problem, deterministic=False))
 
 
 @lru_cache(maxsize=1024)
-def attn_bwd_dkdv_config(problem: AttnProblem) -> AttnBwdSm90Config:
+def attn_bwd_dkdv_config(problem: "AttnProblem") -> AttnBwdSm90Config:
     """Tiles of the split dk/dv kernel."""
     assert problem.mask_block is not None
     return make_dkdv_config(*_tiles(problem), problem.mask_block)
 
 
 @lru_cache(maxsize=1024)
-def attn_bwd_dq_config(problem: AttnProblem) -> AttnBwdDqSm90Config:
+def attn_bwd_dq_config(problem: "AttnProblem") -> AttnBwdDqSm90Config:
     """Tiles of the split dq kernel."""
     assert problem.mask_block is not None
     return make_dq_config(*_tiles(problem), problem.mask_block[1])
 
 
-def _tiles(problem: AttnProblem) -> tuple[int, int]:
+def _tiles(problem: "AttnProblem") -> tuple[int, int]:
     return 64 if problem.head_dim <= 64 else 128, 64 if problem.head_dim_v <= 64 else 128
 
 
-def attn_bwd_dkdv_raster_group(problem: AttnProblem) -> int:
+def attn_bwd_dkdv_raster_group(problem: "AttnProblem") -> int:
     """Raster group: (batch, KV head) whose queries and output gradients stay in L2 together."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     group_size = problem.heads_q // problem.heads_kv
@@ -514,21 +518,28 @@ def attn_bwd_dkdv_raster_group(problem: AttnProblem) -> int:
     return min(max(group, 1), max(problem.batch * problem.heads_kv, 1))
 
 
-# Reasons why the kernels cannot run a problem on this machine.
+# Reasons why the kernels cannot run a problem on this machine, under torch.
 
 
-def why_not_forward(problem: AttnProblem) -> str | None:
+def _why_not_here(arch: Arch) -> str | None:
+    # imported late: programs without torch read the tiles above
+    from ...dispatch.machine import why_no_kernels
+
+    return why_no_kernels(arch)
+
+
+def why_not_forward(problem: "AttnProblem") -> str | None:
     """Why the forward kernel cannot run this problem, or None when it can."""
-    return why_no_kernels(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_no_gluon()
+    return _why_not_here(problem.arch) or attn_fwd_sm90_unsupported(problem) or why_no_gluon()
 
 
-def attn_fwd_fp8_sm90_unsupported(problem: Fp8AttnProblem) -> str | None:
+def attn_fwd_fp8_sm90_unsupported(problem: "Fp8AttnProblem") -> str | None:
     """Why the Hopper kernel for fp8 cannot run this problem, or None."""
     if problem.arch.sm != 90:
         return f"needs sm_90, this is {problem.arch}"
     if problem.varlen:
         return "packed sequences: TMA cannot stop at the end of one where keys are columns"
-    if problem.out_dtype not in (torch.float16, torch.bfloat16):
+    if dtype_name(problem.out_dtype) not in HALVES:
         return f"writes float16 and bfloat16, not {problem.out_dtype}"
     dims = (problem.head_dim, problem.head_dim_v)
     if max(dims) > LARGEST_HEAD_DIM or any(dim % 16 for dim in dims):
@@ -547,11 +558,11 @@ def attn_fwd_fp8_sm90_unsupported(problem: Fp8AttnProblem) -> str | None:
     return attn_fwd_sm90_lengths_unsupported(problem)
 
 
-def why_not_fp8(problem: Fp8AttnProblem) -> str | None:
+def why_not_fp8(problem: "Fp8AttnProblem") -> str | None:
     """Why the forward kernel for fp8 cannot run this problem, or None when it can."""
-    return why_no_kernels(problem.arch) or attn_fwd_fp8_sm90_unsupported(problem) or why_no_gluon()
+    return _why_not_here(problem.arch) or attn_fwd_fp8_sm90_unsupported(problem) or why_no_gluon()
 
 
-def why_not_backward(problem: AttnProblem) -> str | None:
+def why_not_backward(problem: "AttnProblem") -> str | None:
     """Why the backward kernels cannot run this problem, or None when they can."""
-    return why_no_kernels(problem.arch) or attn_bwd_sm90_unsupported(problem) or why_no_gluon()
+    return _why_not_here(problem.arch) or attn_bwd_sm90_unsupported(problem) or why_no_gluon()

@@ -3,7 +3,7 @@
 In a loop, every call takes the result of the one before as its queries, so that no compiler can
 leave one out; the figure is the time of the loop over the number of its calls. Of one call, it is
 the time until its result is there, with what the host does before and after. Kernels of the same
-tiles are `bsk_jax` and `bsk_triton`; `bsk` takes the Hopper kernels, which JAX cannot launch.
+tiles are `bsk_jax` and `bsk_triton`, and `bsk_jax_sm90` and `bsk` on Hopper.
 """
 
 import time
@@ -25,7 +25,7 @@ from .attention_problem import Attention, AttentionInputs
 CALLS = 50
 # Calls in the body of a loop of XLA: with one alone, its result is copied to where the next reads.
 UNROLLED = 2
-OURS_JAX, OURS_TRITON = "bsk_jax", "bsk_triton"
+OURS_JAX, OURS_TRITON, OURS_SM90 = "bsk_jax", "bsk_triton", "bsk_jax_sm90"
 DPA, DPA_CUDNN = "jax_dpa", "jax_dpa_cudnn"
 
 
@@ -47,6 +47,15 @@ def _why_no_jax() -> str | None:
 def _why_no_kernels() -> str | None:
     missing = None if find_spec("jax_triton") else "jax-triton is not installed"
     return missing or _why_no_jax()
+
+
+def _why_no_hopper() -> str | None:
+    import jax
+
+    if (reason := _why_no_kernels()) is not None:
+        return reason
+    capability = getattr(jax.devices()[0], "compute_capability", "none")
+    return None if capability == "9.0" else f"needs compute capability 9.0, got {capability}"
 
 
 def _contender(calls: Calls, loop: Callable[[int], Any]) -> Contender:
@@ -101,7 +110,7 @@ def _as_jax(x: torch.Tensor) -> Any:
     return jnp.from_dlpack(x.contiguous())
 
 
-def _ours(calls: Calls) -> Contender:
+def _ours(calls: Calls, impl: str) -> Contender:
     from ... import jax as bsk_jax
 
     inputs, p = calls.inputs, calls.inputs.problem
@@ -109,7 +118,7 @@ def _ours(calls: Calls) -> Contender:
 
     def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
         return bsk_jax.attention(
-            q, k, v, causal=p.causal, window=p.window, block_mask=mask, impl="triton"
+            q, k, v, causal=p.causal, window=p.window, block_mask=mask, impl=impl
         )
 
     arrays = (*map(_as_jax, (inputs.q, inputs.k, inputs.v)), mask)
@@ -136,7 +145,18 @@ def _dot_product_attention(calls: Calls, implementation: str) -> Contender:
 
 
 PEERS = {
-    OURS_JAX: Peer(OURS_JAX, "blackwell_sparsek.jax, impl triton", _ours, _why_no_kernels),
+    OURS_JAX: Peer(
+        OURS_JAX,
+        "blackwell_sparsek.jax, impl triton",
+        lambda x: _ours(x, "triton"),
+        _why_no_kernels,
+    ),
+    OURS_SM90: Peer(
+        OURS_SM90,
+        "blackwell_sparsek.jax, impl sm90",
+        lambda x: _ours(x, "sm90"),
+        _why_no_hopper,
+    ),
     OURS: Peer(OURS, "torch, impl auto", lambda x: _in_torch(x, "auto")),
     OURS_TRITON: Peer(OURS_TRITON, "torch, impl triton", lambda x: _in_torch(x, "triton")),
     DPA: Peer(
@@ -165,6 +185,11 @@ def jax_attention(tiny: bool = False) -> Iterator[Case]:
         "4k, causal": Attention(*sizes, dtype=dtype, causal=True),
         "4k": Attention(*sizes, dtype=dtype),
     }
+    if not tiny:
+        batch, heads, length, dim = sizes
+        doubled = (batch, heads, 2 * length, dim)
+        problems["8k, causal"] = Attention(*doubled, dtype=dtype, causal=True)
+        problems["8k"] = Attention(*doubled, dtype=dtype)
     for how, count in (("in a loop", CALLS), ("one call", 1)):
         for name, problem in problems.items():
             facts = {**problem.describe(), "calls": count}

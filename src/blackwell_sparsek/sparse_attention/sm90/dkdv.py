@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...attention.operands import gradient_factors
 from ...attention.sm90.backward import start_products, zero_of
-from ...attention.sm90.launch import tma_strides
+from ...attention.sm90.forward_plan import tma_strides
 from ...calls.sparse_attention import SparseBackwardCall
 from ...core.compat import hopper_options
 from ...device.backprop import probabilities, score_gradients, shift_of_rows

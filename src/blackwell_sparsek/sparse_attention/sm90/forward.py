@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...attention.operands import score_factors, token_strides
+from ...attention.sm90.forward_plan import tma_strides
 from ...attention.sm90.forward_stages import (
     EMPTY_K,
     EMPTY_V,
@@ -44,7 +45,6 @@ from ...attention.sm90.forward_stages import (
     start_scores,
     zero_outputs,
 )
-from ...attention.sm90.launch import tma_strides
 from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of

@@ -1,0 +1,28 @@
+"""Private functions of torch, because the public ones make checks that a launch cannot afford.
+
+Where a private function is missing, its public counterpart takes its place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+raw_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def _public_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+
+
+def _public_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# (shape, strides, dtype) -> memory on the current GPU; compiled models allocate with it
+empty_on_gpu: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
+)
