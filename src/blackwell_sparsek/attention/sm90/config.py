@@ -72,6 +72,9 @@ class AttnFwdSm90Config:
     HALVES: bool = False
     """In fp8: KV tiles are taken in halves, with the scores of one under way while the weights of
     the other are computed (`forward_fp8_halves`)."""
+    ONE_ROLE: bool = False
+    """In fp8: both consumers are one role of eight warps and run the same instructions, which then
+    take half as much of the instruction caches."""
     PRODUCT_TILES: int = 2
     """With HALVES: KV tiles whose products the tensor cores add up before they join the sums."""
 
@@ -83,6 +86,8 @@ class AttnFwdSm90Config:
         assert not self.HALVES or halves, f"{self=}"
         # the tensor cores add with fewer bits than fp32 has
         assert self.PRODUCT_TILES in (1, 2), f"{self.PRODUCT_TILES=}"
+        one_role = self.FP8 and self.CONSUMERS == 2 and not self.PING_PONG
+        assert not self.ONE_ROLE or one_role, f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
@@ -104,6 +109,21 @@ class AttnFwdSm90Config:
     def tile_m(self) -> int:
         """Queries of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
+
+    @property
+    def groups(self) -> int:
+        """Warp groups of a consumer's role."""
+        return self.CONSUMERS if self.ONE_ROLE else 1
+
+    @property
+    def roles(self) -> int:
+        """Roles of consumers."""
+        return self.CONSUMERS // self.groups
+
+    @property
+    def role_rows(self) -> int:
+        """Queries of such a role."""
+        return GROUP_ROWS * self.groups
 
     @property
     def d_slices(self) -> int:
@@ -208,7 +228,7 @@ class AttnFwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, GROUP_ROWS, self.SLICE_D)
+        return (1, 1, self.role_rows, self.SLICE_D)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -222,11 +242,15 @@ class AttnFwdSm90Config:
 
     def out_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of outputs."""
-        return (1, 1, GROUP_ROWS, self.SLICE_DV)
+        return (1, 1, self.role_rows, self.SLICE_DV)
 
     def accumulator_layout(self, columns: int) -> object:
-        """Register layout of a [64, columns] WGMMA accumulator."""
-        return accumulator_layout(columns, 32 // self.element_bytes)
+        """Register layout of a [role_rows, columns] WGMMA accumulator."""
+        return accumulator_layout(columns, 32 // self.element_bytes, self.groups)
+
+    def pairs_layout(self, columns: int) -> object:
+        """In fp8: the same of 16-bit operands, which two e4m3 in a word are like."""
+        return accumulator_layout(columns, 16, self.groups)
 
 
 @lru_cache(maxsize=256)

@@ -77,7 +77,6 @@ from .forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
-    ROWS,
     KvStages,
     await_stage,
     free_stage,
@@ -115,7 +114,8 @@ def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
     """Start the product of weights with one slice of the values of a stage, from zero."""
     layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     width: gl.constexpr = CFG.SLICE_DV
-    nothing = gl.zeros([ROWS, width], gl.float32, layout)
+    rows: gl.constexpr = CFG.role_rows
+    nothing = gl.zeros([rows, width], gl.float32, layout)
     v = stages.v.index(stage * CFG.dv_slices + SLICE).permute((1, 0))
     return warpgroup_mma(p, v, nothing, use_acc=False, is_async=True)
 
@@ -191,7 +191,8 @@ def attend_tile(
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     tile_n: gl.constexpr = CFG.TILE_N
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    rows: gl.constexpr = CFG.role_rows
+    no_scores = gl.zeros([rows, tile_n], gl.float32, s_layout)
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
@@ -237,7 +238,8 @@ def attend_tiles(
     visit, score = queries.visit, queries.score
     of_queries, k_scales, k_scale_ptr = scales
     tile_n: gl.constexpr = CFG.TILE_N
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
+    rows: gl.constexpr = CFG.role_rows
+    no_scores = gl.zeros([rows, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     stage, phase = ring_place(step, CFG.STAGES)
     of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, 0, CFG)
@@ -272,22 +274,23 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_ring, heads, band = shared.q_ring, shared.heads, shared.band
     q_len, kv_len = shared.lengths
     lists = shared.mask.lists
-    first_row: gl.constexpr = GROUP * ROWS
+    num_rows: gl.constexpr = CFG.role_rows
+    first_row: gl.constexpr = GROUP * CFG.role_rows
     keys: gl.constexpr = CFG.score_keys
     width: gl.constexpr = CFG.SLICE_DV
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.score_keys)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     out_smem = consume.out_tiles.index(GROUP)
-    no_scores = gl.zeros([ROWS, keys], gl.float32, s_layout)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    no_scores = gl.zeros([num_rows, keys], gl.float32, s_layout)
+    rows = gl.arange(0, num_rows, gl.SliceLayout(1, s_layout))
     stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
     step = 0
     slot = 0
     if GROUP == 0:
         # the first consumer issues first
         ping_pong_pass(CFG.CONSUMERS - 1, CFG)
-    tile = take_work_tile(shared.work, slot, 4)
+    tile = take_work_tile(shared.work, slot, 4 * CFG.groups)
     while tile.batch_head >= 0:
         plan = tile.plan
         batch, q_head, kv_head = batch_and_heads(tile.batch_head, heads.q, heads.group_size)
@@ -296,7 +299,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band.left, band.right)
         first_pos = position(q_start + first_row, q_len, kv_len)
         _, every_last = row_bounds(first_pos, kv_len, band.left, band.right)
-        every_first, _ = row_bounds(first_pos + (ROWS - 1), kv_len, band.left, band.right)
+        every_first, _ = row_bounds(first_pos + (num_rows - 1), kv_len, band.left, band.right)
         bounds = TileBounds(first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
@@ -317,7 +320,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         row_sum = row_parts(no_scores)
         acc = zero_outputs(CFG)
         q_stage = slot % CFG.Q_STAGES
-        q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
+        q = query_slices(q_ring, q_stage * CFG.roles + GROUP, CFG)
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         score = consume.score
         queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, None)
@@ -362,7 +365,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         lse_first = lse_offset(batch, q_head, 0, heads.q, consume.lse_head_stride, None)
         gl.store(consume.lse_ptr + lse_first + q_index, lse, mask=exists(q_index, q_len))
         slot += 1
-        tile = take_work_tile(shared.work, slot, 4)
+        tile = take_work_tile(shared.work, slot, 4 * CFG.groups)
     tma.store_wait(0)
 
 
@@ -418,19 +421,19 @@ def _attn_fwd_fp8_sm90_kernel(
     score : `Score`
     CFG : `AttnFwdSm90Config` with FP8
     """
-    consumers: gl.constexpr = CFG.CONSUMERS
+    roles: gl.constexpr = CFG.roles
     stages: gl.constexpr = CFG.STAGES
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
-    out_smem = tiles(out_desc, consumers, ROWS)
+    q_smem = tiles(q_desc, CFG.Q_STAGES * roles * CFG.d_slices, CFG.role_rows)
+    out_smem = tiles(out_desc, roles, CFG.role_rows)
     k_smem = tiles(k_desc, stages * CFG.d_slices, CFG.TILE_N)
     v_smem = tiles(v_desc, stages * CFG.v_buffers, CFG.SLICE_DV)
-    q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
+    q_ring = ring(q_smem, CFG.Q_STAGES, roles)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
     # the producer takes work tiles too where a scheduler warp publishes them
-    takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
+    takers: gl.constexpr = roles + 1 if CFG.SCHEDULER_WARP else roles
     work = work_channel(DENSE_FIELDS, takers)
     if CFG.SCHEDULER_WARP:
         begun = barriers(1, 1).index(0)
@@ -458,8 +461,8 @@ def _attn_fwd_fp8_sm90_kernel(
     )
 
     # The first role runs in the warps of the launch. The others have warps of their own: four for a
-    # consumer, one each for producer and scheduler.
-    if CFG.SCHEDULER_WARP and consumers == 1:
+    # second consumer, one each for producer and scheduler.
+    if CFG.SCHEDULER_WARP and roles == 1:
         gl.warp_specialize(
             [
                 (_consume, (consume, shared, 0, CFG)),
@@ -479,6 +482,15 @@ def _attn_fwd_fp8_sm90_kernel(
             ],
             [4, 1, 1],
             [registers, producer_registers, producer_registers],
+        )
+    elif roles == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
+            [1],
+            [producer_registers],
         )
     else:
         gl.warp_specialize(

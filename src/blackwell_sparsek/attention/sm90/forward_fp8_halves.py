@@ -52,7 +52,6 @@ from .forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
-    ROWS,
     await_outputs,
     await_stage,
     free_stage,
@@ -105,7 +104,8 @@ class Weighed(NamedTuple):
 def start_half(queries, stages, stage, START: gl.constexpr, CFG: gl.constexpr):
     """Start the scores of the keys of a stage from START on."""
     keys: gl.constexpr = CFG.score_keys
-    nothing = gl.zeros([ROWS, keys], gl.float32, CFG.accumulator_layout(CFG.score_keys))
+    rows: gl.constexpr = CFG.role_rows
+    nothing = gl.zeros([rows, keys], gl.float32, CFG.accumulator_layout(CFG.score_keys))
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.score_keys, START)
     return start_scores(queries.q, k, nothing)
 

@@ -7,11 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.scores import cap
-from ...launch.descriptors import accumulator_layout
 from .forward_producer import tile_starts
 
-# Of 16-bit operands, where that of the configuration is of operands in fp8.
-_wide_layout = gluon.constexpr_function(accumulator_layout)
 # Tokens that share a scale.
 SCALE_TOKENS = gl.constexpr(128)
 
@@ -59,7 +56,7 @@ def tile_scale(scale, k_scales, k_scale_ptr, visit, kv_tile, CFG: gl.constexpr):
 
 @gluon.jit
 def packed_weights(weights, CFG: gl.constexpr):
-    """Weights [64, keys] rounded to e4m3, four neighbouring keys to a word.
+    """Weights [rows, keys] rounded to e4m3, four neighbouring keys to a word.
 
     A loop that carries single bytes from tile to tile has a register for each of them. Threads
     exchange pairs of keys, which one thread holds before and after: half as many exchanges as for
@@ -68,7 +65,7 @@ def packed_weights(weights, CFG: gl.constexpr):
     rows: gl.constexpr = weights.shape[0]
     keys: gl.constexpr = weights.shape[1]
     # two bytes are to 16-bit operands what four are to those in fp8
-    of_pairs: gl.constexpr = gl.DotOperandLayout(0, _wide_layout(CFG.SLICE_DV), 2)
+    of_pairs: gl.constexpr = gl.DotOperandLayout(0, CFG.pairs_layout(CFG.SLICE_DV), 2)
     bits = weights.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     low, high = bits.reshape([rows, keys // 2, 2]).split()
     pairs = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
