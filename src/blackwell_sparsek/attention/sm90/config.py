@@ -52,8 +52,7 @@ class AttnFwdSm90Config:
     PDL: bool = False
     """Programmatic dependent launch: start before the previous kernel has ended."""
     PING_PONG: bool = False
-    """Consumers alternate: one issues its products while the others compute their softmax. With
-    HALVES they take turns at exponentials."""
+    """Consumers alternate: one issues its products while the others compute their softmax."""
     CLAIM_AHEAD: bool = False
     """Claim and announce a work tile while the previous one is fetched; this costs load balance if
     work tiles differ in length."""
@@ -72,6 +71,15 @@ class AttnFwdSm90Config:
     HALVES: bool = False
     """In fp8: KV tiles are taken in halves, with the scores of one under way while the weights of
     the other are computed (`forward_fp8_halves`)."""
+    EXP_TURNS: bool = False
+    """In fp8: consumers take turns at exponentials, so that one has scores and maxima to find while
+    the other has the exponentials to itself."""
+    SCALE_LATE: bool = False
+    """In fp8 without HALVES: the scale of a KV tile is read when its products are under way, and
+    not before they start."""
+    SLACK: int = 0
+    """In fp8 without HALVES: maxima are kept while no weight exceeds 2**SLACK of the one they were
+    raised to, and threads exchange them only where one does (HALVES always do)."""
     ONE_ROLE: bool = False
     """In fp8: both consumers are one role of eight warps and run the same instructions, which then
     take half as much of the instruction caches."""
@@ -80,7 +88,7 @@ class AttnFwdSm90Config:
 
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
-        plain = plain and not (self.SKIP_ABSENT or self.Q_REGISTERS) and self.CONSUMERS < 3
+        plain = plain and not self.SKIP_ABSENT and self.CONSUMERS < 3
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV <= 128
         assert not self.HALVES or halves, f"{self=}"
@@ -88,6 +96,12 @@ class AttnFwdSm90Config:
         assert self.PRODUCT_TILES in (1, 2), f"{self.PRODUCT_TILES=}"
         one_role = self.FP8 and self.CONSUMERS == 2 and not self.PING_PONG
         assert not self.ONE_ROLE or one_role, f"{self=}"
+        assert not self.EXP_TURNS or (self.FP8 and self.CONSUMERS == 2), f"{self=}"
+        whole = self.FP8 and not self.HALVES
+        assert whole or not (self.SCALE_LATE or self.SLACK), f"{self=}"
+        # weights reach 2**8, and e4m3 ends at 448
+        assert self.SLACK in (0, 1), f"{self.SLACK=}"
+        assert not self.PING_PONG or not (self.HALVES or self.EXP_TURNS), f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
