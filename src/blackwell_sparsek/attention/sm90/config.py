@@ -99,6 +99,8 @@ class AttnFwdSm90Config:
         assert not self.EXP_TURNS or (self.FP8 and self.CONSUMERS == 2), f"{self=}"
         whole = self.FP8 and not self.HALVES
         assert whole or not (self.SCALE_LATE or self.SLACK), f"{self=}"
+        # with whole tiles, the loop would spill
+        assert not (whole and self.Q_REGISTERS), f"{self=}"
         # weights reach 2**8, and e4m3 ends at 448
         assert self.SLACK in (0, 1), f"{self.SLACK=}"
         assert not self.PING_PONG or not (self.HALVES or self.EXP_TURNS), f"{self=}"
