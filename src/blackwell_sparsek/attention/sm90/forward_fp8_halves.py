@@ -40,7 +40,9 @@ from ...device.records import SoftmaxState
 from ...device.softmax import raise_maximum, weights_below
 from .forward import mask_scores
 from .forward_fp8_parts import (
+    await_turn,
     cap_scaled,
+    end_turn,
     exponent_factor,
     packed_weights,
     tile_scale,
@@ -52,13 +54,10 @@ from .forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
-    ROWS,
     await_outputs,
     await_stage,
     free_stage,
     kv_slices,
-    ping_pong_pass,
-    ping_pong_wait_with,
     start_scores,
     zero_outputs,
 )
@@ -105,7 +104,8 @@ class Weighed(NamedTuple):
 def start_half(queries, stages, stage, START: gl.constexpr, CFG: gl.constexpr):
     """Start the scores of the keys of a stage from START on."""
     keys: gl.constexpr = CFG.score_keys
-    nothing = gl.zeros([ROWS, keys], gl.float32, CFG.accumulator_layout(CFG.score_keys))
+    rows: gl.constexpr = CFG.role_rows
+    nothing = gl.zeros([rows, keys], gl.float32, CFG.accumulator_layout(CFG.score_keys))
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.score_keys, START)
     return start_scores(queries.q, k, nothing)
 
@@ -124,12 +124,12 @@ def weigh_half(
     top = maxima_parts(s) * exponents - HEADROOM
     top, raised = maxima_above(top, state.m_log2 + SLACK)
     m_log2, shift, rescale = raise_maximum(state.m_log2, top, 1.0, SLACK)
-    shift = ping_pong_wait_with(shift, GROUP, CFG)
+    shift = await_turn(shift, GROUP, CFG)
     weights = weights_below(s, exponents, spread_parts(shift, s))
     row_sum = state.row_sum * rescale + row_parts(weights)
     # ptxas would sink the weights below the next wait, where they overlap with nothing
     pin_above(row_sum, stages.barriers, CFG.spare_at)
-    ping_pong_pass(GROUP, CFG)
+    end_turn(GROUP, CFG)
     return Weighed(SoftmaxState(m_log2, row_sum), weights, rescale, raised)
 
 

@@ -76,29 +76,12 @@ def _named_barrier(what, group):
     return f"bar.{what} {FIRST_NAMED_BARRIER + group}, 256; mov.b32 $0, 0;"
 
 
-@gluon.constexpr_function
-def _sync(group):
-    return f"bar.sync {FIRST_NAMED_BARRIER + group}, 256;"
-
-
 @gluon.jit
 def ping_pong_wait(GROUP: gl.constexpr, CFG: gl.constexpr):
     """Wait until the consumer before has issued its products."""
     if CFG.PING_PONG:
         asm: gl.constexpr = _named_barrier("sync", GROUP)
         gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
-
-
-@gluon.jit
-def ping_pong_wait_with(x, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """`ping_pong_wait`; what is computed from the result, `x` with two rows a thread, comes after.
-
-    The compiler moves arithmetic across a barrier unless it depends on it.
-    """
-    if CFG.PING_PONG:
-        asm: gl.constexpr = _sync(GROUP)
-        x = gl.inline_asm_elementwise(asm, "=f,=f,0,1,~{memory}", [x], gl.float32, False, 2)
-    return x
 
 
 @gluon.jit
@@ -176,8 +159,9 @@ def zero_outputs(CFG: gl.constexpr):
     """Accumulators of the outputs, one for each slice."""
     width: gl.constexpr = CFG.SLICE_DV
     slices: gl.constexpr = CFG.dv_slices
+    rows: gl.constexpr = CFG.role_rows
     acc = ()
     for _ in gl.static_range(slices):
-        zeros = gl.zeros([ROWS, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
+        zeros = gl.zeros([rows, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
         acc = acc + (zeros,)  # noqa: RUF005
     return acc
