@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .driver import TensorMap
+from .prepared import Prepared
 from .recording import Launch
-from .variants import Launchable, Prepared, value_places
+from .variants import Launchable, value_places
 
 # What the tensor map of one tensor is made from: address, shape, strides in elements. Records take
 # seven times as long to make as plain tuples.

@@ -133,7 +133,7 @@ def choosing_keys(draw: Draw) -> None:
             score = k[b, h // group, :keys].cpu().double() @ q[b, h, i].cpu().double()
             score = score.clamp(min=0) if activation else score
             scores += score if weights is None else score * float(weights[b, h, i])
-        best = [float(x.max()) for x in scores.split(granularity)] if keys else []
+        best = [float(x.max()) for x in torch.split(scores, granularity)] if keys else []
         want = _highest(best, top_k, first, last)
         got = ids[b, own, i, : int(counts[b, own, i])].tolist()
         assert got == want, f"query {i} of list {own} of sequence {b}: {got}, expected {want}"
@@ -339,9 +339,10 @@ def rounded_attention(draw: Draw) -> None:
         for x, scale in ((q, "block"), (k, "block"), (v, "channel"))
     ]
     seen = naive.in_band(sq, sk, options["causal"], options["window"]).expand(batch, hq, sq, sk)
-    exact, exact_lse = naive.attention(*stood, seen, softmax, FP64)
-    plain, plain_lse = naive.attention(*stood, seen, softmax, torch.float32)
-    largest, _ = naive.attention(*stood[:2], stood[2].abs(), seen, softmax, FP64)
+    q8, k8, v8 = stood
+    exact, exact_lse = naive.attention(q8, k8, v8, seen, softmax, FP64)
+    plain, plain_lse = naive.attention(q8, k8, v8, seen, softmax, torch.float32)
+    largest, _ = naive.attention(q8, k8, v8.abs(), seen, softmax, FP64)
     # kernels round weights to 16 bits, which costs half a unit of 2**-10 of every summand
     rounded = exact + (plain.double() - exact).abs() + largest * 2.0**-11
     assert_within_twice_the_budget(out, exact, rounded, what="out")

@@ -28,7 +28,8 @@ def token_lists(inputs: "ChosenInputs") -> torch.Tensor:
     """int32 [Hkv, T, K]: the entries of each query, -1 after the last."""
     (ids,), (counts,) = inputs.chosen.ids, inputs.chosen.counts
     place = torch.arange(ids.shape[-1], device=ids.device)
-    return ids.masked_fill(place >= counts[..., None], -1)
+    filled: torch.Tensor = ids.masked_fill(place >= counts[..., None], -1)
+    return filled
 
 
 def _token_major(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,8 @@ def _vllm_blocks(inputs: "ChosenInputs") -> Contender:
     attend = load(*_MSA)
     problem, q = inputs.problem, _token_major(inputs.q)
     pairs = torch.cat([inputs.k.detach(), inputs.v.detach()], -1)[0]
-    cache = pairs.unflatten(1, (-1, _MSA_PAGE)).transpose(0, 1).contiguous()
+    paged = pairs.view(problem.kv_heads, -1, _MSA_PAGE, pairs.shape[-1])
+    cache = paged.transpose(0, 1).contiguous()
     ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
     lengths = torch.tensor([problem.length], dtype=torch.int32, device=q.device)
     before, lists = lengths - len(q), token_lists(inputs)
@@ -69,7 +71,8 @@ def _vllm_blocks(inputs: "ChosenInputs") -> Contender:
 def _vllm_tokens(inputs: "ChosenInputs") -> Contender:
     attend = load(*_QSA)
     problem, q = inputs.problem, _token_major(inputs.q)
-    k, v = (_token_major(x).unflatten(0, (-1, _QSA_PAGE)) for x in (inputs.k, inputs.v))
+    paged = (-1, _QSA_PAGE, problem.kv_heads, problem.head_dim)
+    k, v = (_token_major(x).view(paged) for x in (inputs.k, inputs.v))
     # one list for all KV heads: that of the last, whose results are checked
     entries = token_lists(inputs)[-1]
     size = problem.granularity
