@@ -36,6 +36,7 @@ attention = sys.modules["blackwell_sparsek.jax.attention"]
 attention.why_no_kernels = lambda *_: None
 attention.arch_of = lambda _: Arch("gpu", 90, 132, 232448, False)
 driver._library = lambda: CUDA.library
+driver._encode_function = lambda: CUDA.library.cuTensorMapEncodeTiled
 ffi.Call.stream = lambda call: FIRST_STREAM
 
 
