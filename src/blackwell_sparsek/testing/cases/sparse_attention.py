@@ -226,6 +226,8 @@ def sparse_attention_latent_cases() -> Iterator[CompileCase]:
         yield launched_case(
             f"sparse_attn_latent/{label}", _launch_latent, call, archs=(90,),
             expect={"wgmma.mma_async": 1, "cp.async.cg.shared.global": 36},
+            # two registers of the producer, which reads gates too
+            max_spill_bytes=16 if label == "mla-gated" else 0,
         )  # fmt: skip
 
 
