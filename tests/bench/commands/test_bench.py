@@ -135,7 +135,7 @@ def test_an_interrupt_keeps_what_there_is(fake, tmp_path, monkeypatch, capsys):
     status, document = _run(tmp_path)
     assert status == 130 and [c["name"] for c in document["cases"]] == ["a"]
     out, err = capsys.readouterr()
-    assert "The run was interrupted: cases are missing." in out and "is kept" in err
+    assert "The run was interrupted; some cases are missing." in out and "is kept" in err
 
 
 def test_an_interrupt_before_the_first_case_leaves_what_was_there(
