@@ -33,15 +33,12 @@ TRITON_NAMES = {
 }
 
 
-def accumulator_layout(columns: int, depth: int = 16, groups: int = 1) -> object:
-    """Register layout of a [64, columns] WGMMA accumulator; `depth` is 32 for operands in fp8.
-
-    With several warp groups it is [64 * groups, columns], and each of them has 64 rows.
-    """
+def accumulator_layout(columns: int, depth: int = 16) -> object:
+    """Register layout of a [64, columns] WGMMA accumulator; `depth` is 32 for operands in fp8."""
     from triton.experimental.gluon import language as gl
 
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4 * groups, 1], instr_shape=[16, columns, depth]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth]
     )
 
 

@@ -49,6 +49,10 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(x)
 
 
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 class RecordedLaunches:
     """The launches of one call of an operator, to be repeated with other tensors.
 
@@ -93,7 +97,10 @@ class RecordedLaunches:
             if any(x.base.data_ptr() not in role_of for _, x in launched.descriptors):
                 return None
             templates.append(_Template(launched, grid, args, role_of))
-        if closed and any(template.kept for template in templates):
+        kept = [x for template in templates for x in template.kept]
+        # part of a tensor with a role: another call has it elsewhere
+        memory = {_storage(x) for x in tensors if x is not None}
+        if (closed and kept) or any(_storage(x) in memory for x in kept):
             return None
         device = next(x.device for x in tensors if x is not None)
         return cls(templates, record, device)

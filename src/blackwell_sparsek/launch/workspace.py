@@ -97,6 +97,16 @@ def stream_memory(size: int, device: torch.device, stream: int) -> torch.Tensor:
     return memory
 
 
+# Counters begin at multiples of 16 bytes, as separate allocations would: a variant of a kernel may
+# have been compiled for an address that is one, and reads several words at a time.
+_WORDS_AT_A_TIME = 4
+
+
+def _whole_units(count: int) -> int:
+    """Words to set aside for `count` of them, so that the next ones are aligned as well."""
+    return -(-count // _WORDS_AT_A_TIME) * _WORDS_AT_A_TIME
+
+
 # Zeroed counters of replayed calls.
 
 
@@ -119,7 +129,7 @@ class _Zeros:
     def take(self, count: int) -> int | None:
         """The address of the next `count` words, or None when they are used up."""
         first = self.used
-        self.used = first + count
+        self.used = first + _whole_units(count)
         return self.words.data_ptr() + 4 * first if self.used <= self.WORDS else None
 
 
@@ -211,7 +221,7 @@ def _captured(count: int, index: int, device: torch.device) -> torch.Tensor:
     with _lock:
         reserve = _for_captures.get(index)
         if reserve and reserve[0].numel() >= count:
-            words, reserve[0] = reserve[0][:count], reserve[0][count:]
+            words, reserve[0] = reserve[0][:count], reserve[0][_whole_units(count) :]
             return words
     # nothing was reserved before the capture, or it is used up: the graph zeroes its own, at a cost
     return _zeroed(count, device)
