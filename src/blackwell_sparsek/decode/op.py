@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..calls.attention import empty_lse, empty_out
-from ..calls.decode import DecodeCall, DecodeProblem
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
+from ..calls.decode import DecodeCall
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from ..masks.band import Band
 from ..reference import decode as reference
@@ -116,18 +116,13 @@ def _reference(call: DecodeCall) -> Tensors:
     return out.copy_(exact), lse
 
 
-def _portable_passed_over(problem: DecodeProblem) -> str | None:
-    """Why `auto` passes over the portable kernel: with slopes it has not run on a GPU yet."""
-    return interpreted_only(problem) or (not_run_yet(problem) if problem.alibi else None)
-
-
 decode_dispatch: Dispatcher = Dispatcher("attn_decode")
 decode_dispatch.register("sm90", why_not_sm90, "blackwell_sparsek.decode.sm90_latent:decode")
 decode_dispatch.register(
     "triton",
     why_not_triton,
     "blackwell_sparsek.decode.triton:decode",
-    auto_passes=_portable_passed_over,
+    auto_passes=interpreted_only,
 )
 decode_dispatch.register("eager", lambda problem: None, _eager)
 decode_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)

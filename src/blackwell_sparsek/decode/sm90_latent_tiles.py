@@ -138,12 +138,8 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
     parts: gl.constexpr = CFG.parts
     for part in gl.static_range(parts):
         _await_part(shared.ring, step, part, CFG)
-    _show_copies(CFG)
     wrong = step - step
-    # the producer that gathers keys has cleared what must not be read
-    cut = wrong != 0
-    if not CFG.GATHERED:
-        cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
+    cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
     if CFG.scattered:
         group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         note = gl.max(shared.notes.flags.index(stage).load(group), 0)
@@ -178,7 +174,6 @@ def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
     """Start the scores of a tile as its halves arrive; also returns what `_await_tile` does."""
     ring = shared.ring
     _await_part(ring, step, 0, CFG)
-    _show_copies(CFG)
     stage = step % CFG.STAGES
     # 0, but unknown to the compiler, which would otherwise keep the addresses of 36 slices in
     # registers through the loop and spill them
@@ -217,38 +212,11 @@ def _mask_tile(s, shared, step, kv_start, seen, score, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _weigh_noted(s, state, shared, step, seen, CFG: gl.constexpr):
-    """Maximum, weights, factor of older sums, and these sums, by the notes on gathered keys.
-
-    The notes of a tile are a factor for each key, 0 for keys that do not count, and a flag: 0 if
-    all of them count, 2 if a number was out of range, which makes the sums NaN.
-    """
-    stage = step % CFG.STAGES
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    row_sum = state.row_sum
-    factors = shared.notes.factors.index(stage)
-    flag = gl.max(shared.notes.flags.index(stage).load(group), 0)
-    if flag != 0:
-        counted = factors.load(gl.SliceLayout(0, CFG.scores_layout())) > 0.0
-        s = gl.where(counted[None, :], s, -float("inf"))
-        row_sum += gl.where(flag == 2, float("nan"), 0.0)
-    m_log2, p, rescale = weigh(state.m_log2, s, seen.factor)
-    if CFG.GATE:
-        p = p * factors.load(gl.SliceLayout(0, CFG.scores_layout()))[None, :]
-    return m_log2, p, rescale, row_sum
-
-
-@gluon.jit
 def _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG: gl.constexpr):
     """The weights of a tile's scores, the new `SoftmaxState`, and the factor of older sums."""
-    if CFG.GATHERED:
-        s = cap(s, score.inverse_cap)
-        m_log2, p, rescale, before = _weigh_noted(s, state, shared, step, seen, CFG)
-    else:
-        s = _mask_tile(s, shared, step, kv_start, seen, score, CFG)
-        m_log2, p, rescale = weigh(state.m_log2, s, seen.factor)
-        before = state.row_sum
-    row_sum = before * rescale + gl.sum(p, 1)
+    s = _mask_tile(s, shared, step, kv_start, seen, score, CFG)
+    m_log2, p, rescale = weigh(state.m_log2, s, seen.factor)
+    row_sum = state.row_sum * rescale + gl.sum(p, 1)
     return p, SoftmaxState(m_log2, row_sum), rescale
 
 
@@ -275,9 +243,8 @@ def _hand_over(handover, p, state, rescale, shared, step, kv_start, seen, cut, C
     handover.states.index(0).store(state.m_log2)
     handover.states.index(1).store(state.row_sum)
     handover.states.index(2).store(rescale)
-    if not CFG.GATHERED:  # noqa: SIM102
-        if cut:
-            _clear_unseen(shared, step, kv_start, seen, CFG)
+    if cut:
+        _clear_unseen(shared, step, kv_start, seen, CFG)
     fence_async_shared()
     mbarrier.arrive(handover.full, count=1)
 

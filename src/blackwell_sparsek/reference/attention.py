@@ -85,9 +85,6 @@ def _attend(
     visible: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = q.shape[1] // max(k.shape[1], 1)
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-
     scores = _visible_products(q, k, visible) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -113,24 +110,36 @@ def _attend(
     return out, lse.squeeze(-1)
 
 
+def _times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x @ y; where y [B, Hkv, ...] has fewer heads than x, each of them serves its whole group."""
+    if x.shape[:-2] == y.shape[:-2]:
+        return x @ y
+    batch, heads, rows, inner = x.shape
+    # the rows of a group together: repeating y takes gigabytes where a group has 128 heads
+    stacked = x.reshape(batch, y.shape[1], heads // max(y.shape[1], 1) * rows, inner)
+    return (stacked @ y).reshape(batch, heads, rows, y.shape[-1])
+
+
 def _visible_products(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """q[i] . k[j] where visible, 0 elsewhere; hidden pairs pass on neither values nor gradients."""
     finite_q, finite_k = torch.where(q.isfinite(), q, 0.0), torch.where(k.isfinite(), k, 0.0)
-    products = finite_q @ finite_k.mT
+    products = _times(finite_q, finite_k.mT)
     if not (q.isfinite().all() and k.isfinite().all()):
-        as_given = (q @ k.mT).detach()
+        as_given = _times(q, k.mT).detach()
         products = products + torch.where(as_given.isfinite(), 0.0, as_given)
     return torch.where(visible, products, 0.0)
 
 
 def _visible_sum(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """sum_j p[i, j] v[j] over visible keys only: 0 * NaN of a hidden key must not count."""
-    total = p @ torch.where(v.isfinite(), v, 0.0)
+    total = _times(p, torch.where(v.isfinite(), v, 0.0))
     bad = (~v.isfinite()).any(-1).flatten(0, -2).any(0).nonzero().flatten()
     if bad.numel() == 0:
         return total
     seen = visible.expand(p.shape)[..., bad].unsqueeze(-1)
     bad_v = torch.where(v.isfinite(), 0.0, v)[..., bad, :].unsqueeze(-3)
+    if p.shape[:-2] != v.shape[:-2]:
+        bad_v = bad_v.repeat_interleave(p.shape[1] // v.shape[1], dim=1)
     return total + (p[..., bad].unsqueeze(-1) * torch.where(seen, bad_v, 0.0)).sum(-2)
 
 

@@ -20,11 +20,10 @@ from ..calls.sparse_attention import (
 )
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
-from .sm90 import gathered_tuning, latent_tuning
 from .sm90 import tuning as sm90
 from .triton import tuning as triton
 
@@ -35,19 +34,12 @@ def _everything(problem: SparseAttnProblem) -> str | None:
     return None
 
 
-def _gathered_passed_over(problem: SparseAttnProblem) -> str | None:
-    """Why `auto` passes over Hopper's kernel for small entries of ordinary heads."""
-    latent = latent_tuning.is_latent(problem)
-    return None if latent or not gathered_tuning.is_gathered(problem) else not_run_yet(problem)
-
-
 forward_dispatch: Dispatcher = Dispatcher("sparse_attn_fwd")
 backward_dispatch: Dispatcher = Dispatcher("sparse_attn_bwd")
 forward_dispatch.register(
     "sm90",
     sm90.why_not,
     "blackwell_sparsek.sparse_attention.sm90.latent:forward",
-    auto_passes=_gathered_passed_over,
 )
 backward_dispatch.register(
     "sm90",

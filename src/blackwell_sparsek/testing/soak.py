@@ -56,7 +56,8 @@ HOPPER_KERNELS = (
     "_attn_ragged_kernel", "_attn_fwd_fp8_sm90_kernel", "_sparse_attn_fwd_sm90_kernel",
     "_sparse_attn_latent_kernel", "_sparse_attn_dq_sm90_kernel", "_sparse_attn_dkdv_sm90_kernel",
     "_sparse_attn_fwd_kernel", "_sparse_attn_dq_kernel", "_sparse_attn_dkdv_kernel",
-    "_select_keys_kernel", "_scores_kernel", "_choose_kernel", "_sparsek_kernel",
+    "_sparse_attn_gathered_kernel", "_sparse_attn_unions_kernel", "_select_keys_kernel",
+    "_scores_kernel", "_choose_kernel", "_sparsek_kernel",
 )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_what_the_kernel_takes(changed, reason):
     ("changed", "chosen", "reason"),
     [
         ({}, "sm90", None),
-        ({"granularity": 32}, "triton", "has not run on a GPU yet"),
+        ({"granularity": 32}, "sm90", None),
         ({"granularity": 4, "gate": True}, "triton", "has no code for gates"),
         ({"page_size": 64}, "triton", "has no code for keys in pages"),
         ({"arch": Arch("cuda", 80, 108, 166912, False)}, "triton", "needs sm_90"),

@@ -17,11 +17,17 @@ WORK_DEPTH = gl.constexpr(2)
 
 
 @gluon.jit
+def tile_memory(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, width: gl.constexpr):
+    """Allocate `count` shared-memory tiles of `rows` rows, swizzled as WGMMA reads them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
+    return gl.allocate_shared_memory(dtype, [count, rows, width], layout)
+
+
+@gluon.jit
 def tiles(desc, count: gl.constexpr, rows: gl.constexpr):
     """Allocate `count` shared-memory tiles of `rows` rows, as wide as the tiles of a descriptor."""
     width: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], desc.dtype)
-    return gl.allocate_shared_memory(desc.dtype, [count, rows, width], layout)
+    return tile_memory(desc.dtype, count, rows, width)
 
 
 @gluon.jit

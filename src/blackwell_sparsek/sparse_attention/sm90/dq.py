@@ -42,7 +42,7 @@ from ...device.records import CuSeqlens, Strides
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..triton.backward import QueryGradients, RowTerms
 from ..triton.forward import OPEN
-from ..triton.walk import head_counts, list_arguments, local_sides, row_offsets, rows_of_tile
+from ..triton.walk import head_counts, list_arguments, row_offsets, rows_of_tile
 from .forward import key_descriptor
 from .notes import goes_on, next_used, note_at, put_rows, row_weights, visible_keys, write_rows
 from .producer import (
@@ -56,6 +56,7 @@ from .producer import (
     SparseShared,
     WorkTile,
     produce_tiles,
+    sizes_of,
 )
 from .tuning import SparseDqSm90Config
 
@@ -239,8 +240,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "lse_head_stride", "batch", "q_len", "kv_len", "num_tiles", "most", "num_blocks",
-        "num_tokens", "limit_right", "near_left", "near_right",
+        "lse_head_stride", "num_tokens", "batch", "q_len", "kv_len", "num_tiles", "most",
+        "num_blocks", "limit_right", "near_left", "near_right",
     ]
 )  # fmt: skip
 def _sparse_attn_dq_sm90_kernel(
@@ -255,13 +256,13 @@ def _sparse_attn_dq_sm90_kernel(
     strides,
     list_strides,
     lse_head_stride,
+    num_tokens,
     batch,
     q_len,
     kv_len,
     num_tiles,
     most,
     num_blocks,
-    num_tokens,
     limit_right,
     near_left,
     near_right,
@@ -346,15 +347,9 @@ def launch_sparse_attn_dq_sm90(
             DqStrides(*(token_strides(x) for x in (q if dq is None else dq, q, call.dout))),
             list_strides,
             call.lse.stride(-2),
-            given.batch,
-            spec.max_q,
-            spec.max_k,
-            num_tiles,
-            spec.selection.most,
-            spec.selection.num_blocks,
             spec.selection.q_len,
-            spec.limit.scalars()[1],
-            *local_sides(given),
+            given.batch,
+            *sizes_of(given, num_tiles),
             head_counts(given),
             gradient_factors(spec.scale, spec.softcap, q.dtype),
             config,

@@ -23,65 +23,46 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...attention.operands import score_factors, token_strides
 from ...attention.sm90.forward_plan import tma_strides
-from ...attention.sm90.forward_stages import (
-    EMPTY_K,
-    EMPTY_V,
-    FULL_V,
-    SLACK,
-    KvStages,
-    await_outputs,
-    await_stage,
-    free_stage,
-    kv_slices,
-    scale_slices,
-    start_outputs,
-    start_scores,
-    zero_outputs,
-)
+from ...attention.sm90.forward_stages import EMPTY_K, KvStages, free_stage, zero_outputs
 from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
 from ...device.gluon.partials import rows_of
-from ...device.gluon.pipeline import (
-    ring,
-    ring_place,
-    take,
-    tiles,
-    work_channel,
-)
-from ...device.gluon.row_parts import (
-    add_parts,
-    any_raised,
-    pin_above,
-    row_maxima,
-    row_parts,
-    scale_rows,
-)
+from ...device.gluon.pipeline import ring, ring_place, take, tiles, work_channel
+from ...device.gluon.row_parts import row_parts
 from ...device.gluon.warps import shared_address
 from ...device.masks import position, row_bounds
 from ...device.records import CuSeqlens, Score, Strides
-from ...device.scores import cap, positive_factor
-from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
+from ...device.scores import positive_factor
+from ...device.softmax import init_state
 from ...launch.descriptors import packed_descriptor, tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..triton.forward import OPEN
-from ..triton.walk import (
-    HeadCounts,
-    head_counts,
-    list_arguments,
-    local_sides,
-    row_offsets,
-    rows_of_tile,
+from ..triton.walk import HeadCounts, head_counts, list_arguments, rows_of_tile
+from .forward_tiles import (
+    ForwardConsumer,
+    RowPointers,
+    attend,
+    attend_last_values,
+    await_scores,
+    end_softmax,
+    start_tile,
 )
-from .notes import goes_on, next_used, note_at, put_rows, row_weights, visible_keys, write_rows
+from .notes import (
+    goes_on,
+    next_used,
+    note_at,
+    own_rows,
+    put_rows,
+    row_weights,
+    visible_keys,
+    write_rows,
+)
 from .producer import (
     MASKED,
     NOTE_WORDS,
@@ -93,22 +74,9 @@ from .producer import (
     SparseShared,
     WorkTile,
     produce_tiles,
+    sizes_of,
 )
 from .tuning import SparseAttnSm90Config, sparse_attn_sm90_config
-
-
-class SparseConsumer(NamedTuple):
-    """What only the consumers read and write."""
-
-    out_ptr: Any
-    lse_ptr: Any
-    q_ptr: Any
-    sinks_ptr: Any
-    out_strides: Any
-    q_strides: Any
-    lse_head_stride: Any
-    score: Any
-    q_tiles: Any
 
 
 class RowState(NamedTuple):
@@ -139,59 +107,18 @@ def _attend(
     meanwhile; None where there is none.
     """
     m_log2, row_sum = state
-    score = rows.score
-    tile_n: gl.constexpr = CFG.TILE_N
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    # gates may be large, and fp16 ends at 65504
-    slack: gl.constexpr = 0 if CFG.GATE else SLACK
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
+    s_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
     stage, _ = ring_place(note.step, CFG.STAGES)
-    held_stage, held_phase = ring_place(held, CFG.STAGES)
-    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
-    scores = start_scores(rows.q, k, no_scores)
-    if p is not None:
-        await_stage(stages, held_stage, held_phase, FULL_V, CFG)
-        v = kv_slices(stages.v, held_stage, CFG.dv_slices, CFG.TILE_N, 0)
-        products = start_outputs(p, v, acc)
-    weights = row_weights(shared, stage, gl.SliceLayout(1, s_layout), GROUP)
-    pending: gl.constexpr = 0 if p is None else CFG.dv_slices
-    s = cap(warpgroup_mma_wait(pending, deps=(scores,)), score.inverse_cap)
+    started = start_tile(rows.q, stages, stage, held, acc, p, CFG)
+    weights = row_weights(shared, stage, s_rows, GROUP)
+    s = await_scores(started, p, rows.score, CFG)
     free_stage(stages, stage, EMPTY_K, CFG)
     if (note.flags & MASKED) != 0:
         s, row_sum = _mask(s, row_sum, weights, note, rows, CFG)
-    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, slack)
-    factor = gl.convert_layout(rescale, o_rows)[:, None]
-    if p is None:
-        acc = scale_slices(acc, factor)
-    else:
-        # ptxas would sink all of it below the wait, where it overlaps with nothing
-        pin_above(m_new, stages.barriers, CFG.spare_at)
-        raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
-        products = await_outputs(products)
-        free_stage(stages, held_stage, EMPTY_V, CFG)
-        acc = ()
-        for i in gl.static_range(len(products)):
-            acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
-    shares = weights_of(s, score.factor, shift)
+    gates = None
     if CFG.GATE:
-        shares = shares * weights[:, None]
-    row_sum = add_parts(row_sum, rescale, shares)
-    p = gl.convert_layout(shares.to(stages.k.dtype), p_layout)
-    return m_new, row_sum, acc, p
-
-
-@gluon.jit
-def _attend_last_values(stages, step, acc, p, CFG: gl.constexpr):
-    """Add the product of the tile at `step`, whose weights are `p`; return the accumulators."""
-    stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(stages, stage, phase, FULL_V, CFG)
-    v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
-    acc = await_outputs(start_outputs(p, v, acc))
-    free_stage(stages, stage, EMPTY_V, CFG)
-    return acc
+        gates = weights
+    return attend(s, gates, started, stages, held, (m_log2, row_sum), p, rows.score, CFG)
 
 
 @gluon.jit
@@ -200,21 +127,12 @@ def _write(consume, shared, tile, m_log2, row_sum, acc, GROUP: gl.constexpr, CFG
     o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     m_log2 = gl.convert_layout(m_log2, o_rows)
     row_sum = gl.convert_layout(row_sum, o_rows)
-    row = GROUP * ROWS + rows_of(acc[0])
-    own = rows_of_tile(row, tile.q_start, tile.q_len, tile.first_head, CFG.PACK, CFG.tile_t)
-    token = tile.q_first + own.token
-    if consume.sinks_ptr is not None:
-        sink = gl.load(consume.sinks_ptr + own.head)
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
-        acc = scale_slices(acc, rescale[:, None])
-    inverse, lse = finalise(m_log2, row_sum)
+    own = own_rows(rows_of(acc[0]), tile, GROUP, CFG)
+    acc, factor = end_softmax(consume, shared, tile, own, m_log2, row_sum, acc)
     write_rows(
-        consume.out_ptr, consume.out_strides, tile, acc, inverse[:, None],
+        consume.pointers.out, consume.strides.out, tile, acc, factor,
         CFG.HEAD_DIM_V, CFG.SLICE_DV, GROUP, CFG,
     )  # fmt: skip
-    stride, packed = consume.lse_head_stride, shared.cu_seqlens.q
-    at = row_offsets(own.head, token, tile.batch, shared.heads.q, stride, packed)
-    gl.store(consume.lse_ptr + at, lse, own.real)
 
 
 @gluon.jit
@@ -235,7 +153,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         limits = row_bounds(q_pos, tile.kv_len, OPEN, sizes.limit_right)
         near = row_bounds(q_pos, tile.kv_len, sizes.near_left, sizes.near_right)
         q = put_rows(
-            consume.q_ptr, consume.q_strides, consume.q_tiles, tile, consume.score.factor,
+            consume.pointers.q, consume.strides.q, consume.q_tiles, tile, consume.score.factor,
             CFG.HEAD_DIM, CFG.SLICE_D, CFG.d_slices, GROUP, CFG,
         )  # fmt: skip
         factor = positive_factor(consume.score.factor)
@@ -259,7 +177,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 )
                 held = note.step
                 note = note_at(shared, stages, held + 1, goes_on(note), GROUP, CFG)
-            acc = _attend_last_values(stages, held, acc, p, CFG)
+            acc = attend_last_values(stages, held, acc, p, CFG)
             note = next_used(shared, stages, note, GROUP, CFG)
         step = note.step
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), m_log2.type.layout)
@@ -275,9 +193,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     ]
 )  # fmt: skip
 def _sparse_attn_fwd_sm90_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
+    pointers,
     k_desc,
     v_desc,
     sinks_ptr,
@@ -321,9 +237,7 @@ def _sparse_attn_fwd_sm90_kernel(
         k_ring, v_ring, Notes(weights, words, None), work, cu_seqlens, sizes, heads
     )
     produce = SparseProducer(k_desc, v_desc, lists, list_strides, batch)
-    consume = SparseConsumer(
-        out_ptr, lse_ptr, q_ptr, sinks_ptr, strides.out, strides.q, lse_head_stride, score, q_smem
-    )
+    consume = ForwardConsumer(pointers, sinks_ptr, strides, lse_head_stride, score, q_smem)
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
@@ -376,9 +290,7 @@ def launch_sparse_attn_fwd_sm90(
     heads: HeadCounts = head_counts(call)
     with on_device_of(q):
         args = (
-            out,
-            lse,
-            q,
+            RowPointers(out, lse, q),
             key_descriptor(call.k, config.k_block()),
             key_descriptor(call.v, config.v_block()),
             None if spec.sinks is None else spec.sinks.contiguous(),
@@ -388,13 +300,7 @@ def launch_sparse_attn_fwd_sm90(
             list_strides,
             lse.stride(-2),
             call.batch,
-            spec.max_q,
-            spec.max_k,
-            num_tiles,
-            spec.selection.most,
-            spec.selection.num_blocks,
-            spec.limit.scalars()[1],
-            *local_sides(call),
+            *sizes_of(call, num_tiles),
             heads,
             score_factors(spec.scale, spec.softcap),
             config,

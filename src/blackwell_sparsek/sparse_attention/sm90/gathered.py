@@ -23,10 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...attention.operands import score_factors, token_strides
 from ...attention.sm90.forward_stages import (
@@ -34,15 +31,9 @@ from ...attention.sm90.forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
-    SLACK,
     KvStages,
-    await_outputs,
     await_stage,
     free_stage,
-    kv_slices,
-    scale_slices,
-    start_outputs,
-    start_scores,
     zero_outputs,
 )
 from ...calls.attention import empty_lse, empty_out
@@ -50,29 +41,25 @@ from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
 from ...device.gluon.partials import columns_of, rows_of
-from ...device.gluon.pipeline import barriers, ring_place, take, work_channel
+from ...device.gluon.pipeline import barriers, ring_place, take, tile_memory, work_channel
 from ...device.gluon.records import Ring
-from ...device.gluon.row_parts import (
-    add_parts,
-    any_raised,
-    pin_above,
-    row_maxima,
-    row_parts,
-    scale_rows,
-)
+from ...device.gluon.row_parts import row_parts
 from ...device.gluon.warps import shared_address
 from ...device.records import CuSeqlens, Score, Strides
-from ...device.scores import cap, positive_factor
-from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
+from ...device.scores import positive_factor
+from ...device.softmax import init_state
 from ...launch.launcher import cdiv, launch, on_device_of
 from ..triton.unions import BOTH, Unions, merge_lists, owner_of
-from ..triton.walk import (
-    head_counts,
-    key_strides,
-    local_sides,
-    offsets_of,
-    page_arguments,
-    row_offsets,
+from ..triton.walk import head_counts, key_strides, local_sides, offsets_of, page_arguments
+from .forward_tiles import (
+    ForwardConsumer,
+    RowPointers,
+    attend,
+    attend_last_values,
+    await_copies,
+    await_scores,
+    end_softmax,
+    start_tile,
 )
 from .gathered_producer import (
     WORK_FIELDS,
@@ -86,20 +73,6 @@ from .gathered_producer import (
 from .gathered_tuning import SparseGatheredConfig, sparse_gathered_config
 from .notes import own_rows, put_rows
 from .producer import ROWS
-
-
-class GatheredConsumer(NamedTuple):
-    """What only the consumers read and write."""
-
-    out_ptr: Any
-    lse_ptr: Any
-    q_ptr: Any
-    sinks_ptr: Any
-    out_strides: Any
-    q_strides: Any
-    lse_head_stride: Any
-    score: Any
-    q_tiles: Any
 
 
 class GatheredRows(NamedTuple):
@@ -128,14 +101,6 @@ def _bit_of(row, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _await(stages, step, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Wait for keys or values, and let WGMMA see what cp.async wrote through another proxy."""
-    stage, phase = ring_place(step, CFG.STAGES)
-    await_stage(stages, stage, phase, ARRAY, CFG)
-    fence_async_shared()
-
-
-@gluon.jit
 def _attend(rows, shared, stages, step, held, state, p, CFG: gl.constexpr):
     """Take in the KV tile at `step`; return the state and its weights.
 
@@ -143,58 +108,20 @@ def _attend(rows, shared, stages, step, held, state, p, CFG: gl.constexpr):
     meanwhile; None where there is none.
     """
     m_log2, row_sum, acc, wrong = state
-    score = rows.score
-    tile_n: gl.constexpr = CFG.TILE_N
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
-    o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
-    stage, _ = ring_place(step, CFG.STAGES)
-    held_stage, _ = ring_place(held, CFG.STAGES)
-    _await(stages, step, FULL_K, CFG)
-    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
-    scores = start_scores(rows.q, k, no_scores)
-    if p is not None:
-        _await(stages, held, FULL_V, CFG)
-        v = kv_slices(stages.v, held_stage, CFG.dv_slices, CFG.TILE_N, 0)
-        products = start_outputs(p, v, acc)
-    pending: gl.constexpr = 0 if p is None else CFG.dv_slices
-    s = cap(warpgroup_mma_wait(pending, deps=(scores,)), score.inverse_cap)
+    stage = await_copies(stages, step, FULL_K, CFG)
+    started = start_tile(rows.q, stages, stage, held, acc, p, CFG)
+    s = await_scores(started, p, rows.score, CFG)
     words = shared.notes.words.index(stage).load(gl.SliceLayout(0, s_layout))
     if CFG.PAGED:
         group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         wrong = wrong | gl.max(shared.notes.wrong.index(stage).load(group), 0)
     s = gl.where((words[None, :] & rows.bit[:, None]) != 0, s, -float("inf"))
     free_stage(stages, stage, EMPTY_K, CFG)
-    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
-    factor = gl.convert_layout(rescale, o_rows)[:, None]
-    if p is None:
-        acc = scale_slices(acc, factor)
-    else:
-        # ptxas would sink all of it below the wait, where it overlaps with nothing
-        pin_above(m_new, stages.barriers, CFG.spare_at)
-        raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
-        products = await_outputs(products)
-        free_stage(stages, held_stage, EMPTY_V, CFG)
-        acc = ()
-        for i in gl.static_range(len(products)):
-            acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
-    shares = weights_of(s, score.factor, shift)
-    row_sum = add_parts(row_sum, rescale, shares)
-    p = gl.convert_layout(shares.to(stages.k.dtype), p_layout)
-    return GatheredState(m_new, row_sum, acc, wrong), p
-
-
-@gluon.jit
-def _attend_last_values(stages, step, state, p, CFG: gl.constexpr):
-    """Add the product of the tile at `step`, whose weights are `p`; return the state."""
-    stage, _ = ring_place(step, CFG.STAGES)
-    _await(stages, step, FULL_V, CFG)
-    v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
-    acc = await_outputs(start_outputs(p, v, state.acc))
-    free_stage(stages, stage, EMPTY_V, CFG)
-    return GatheredState(state.m_log2, state.row_sum, acc, state.wrong)
+    m_log2, row_sum, acc, p = attend(
+        s, None, started, stages, held, (m_log2, row_sum), p, rows.score, CFG
+    )
+    return GatheredState(m_log2, row_sum, acc, wrong), p
 
 
 @gluon.jit
@@ -236,27 +163,19 @@ def _write(consume, shared, tile, state, slot, GROUP: gl.constexpr, CFG: gl.cons
     own = own_rows(rows_of(acc[0]) + zero, tile, GROUP, CFG)
     spoilt = ((tile.wrong | state.wrong) >> (own.token - tile.q_start)) & 1
     row_sum += gl.where(spoilt != 0, float("nan"), 0.0)
-    if consume.sinks_ptr is not None:
-        sink = gl.load(consume.sinks_ptr + own.head)
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, sink)
-        acc = scale_slices(acc, rescale[:, None])
-    inverse, lse = finalise(m_log2, row_sum)
-    stride, packed = consume.lse_head_stride, shared.cu_seqlens.q
-    token = tile.q_first + own.token
-    at = row_offsets(own.head, token, tile.batch, shared.heads.q, stride, packed)
-    gl.store(consume.lse_ptr + at, lse, own.real)
+    acc, factor = end_softmax(consume, shared, tile, own, m_log2, row_sum, acc)
     slices: gl.constexpr = CFG.dv_slices
     width: gl.constexpr = CFG.SLICE_DV
     for i in gl.static_range(slices):
         place = consume.q_tiles.index(GROUP * slices + i)
-        place.store((acc[i] * inverse[:, None]).to(place.dtype))
+        place.store((acc[i] * factor).to(place.dtype))
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
     own = own_rows(gl.arange(0, ROWS, gl.SliceLayout(1, layout)) + zero, tile, GROUP, CFG)
-    at = offsets_of(tile.batch, own.head, tile.q_first + own.token, consume.out_strides)
+    at = offsets_of(tile.batch, own.head, tile.q_first + own.token, consume.strides.out)
     for i in gl.static_range(slices):
         out = consume.q_tiles.index(GROUP * slices + i).load(layout)
         columns = i * width + columns_of(out)
-        pointers = consume.out_ptr + at[:, None] + columns[None, :]
+        pointers = consume.pointers.out + at[:, None] + columns[None, :]
         gl.store(pointers, out, own.real[:, None])
 
 
@@ -275,7 +194,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     tile = GatheredTile(*take(shared.work, slot))
     while tile.batch >= 0:
         q = put_rows(
-            consume.q_ptr, consume.q_strides, consume.q_tiles, tile, consume.score.factor,
+            consume.pointers.q, consume.strides.q, consume.q_tiles, tile, consume.score.factor,
             CFG.TILE_D, CFG.SLICE_D, CFG.d_slices, GROUP, CFG,
         )  # fmt: skip
         rows = GatheredRows(q, bit, Score(factor, consume.score.inverse_cap))
@@ -293,19 +212,13 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 step = begin + number
                 state, p = _attend(rows, shared, stages, step, step - 1, state, p, CFG)
                 number += 1
-            state = _attend_last_values(stages, begin + number - 1, state, p, CFG)
+            acc = attend_last_values(stages, begin + number - 1, state.acc, p, CFG)
+            state = GatheredState(state.m_log2, state.row_sum, acc, state.wrong)
             number = _pass_over(stages, begin, number, tile, total, GROUP, CFG)
         begin += total
         _write(consume, shared, tile, state, slot, GROUP, CFG)
         slot += 1
         tile = GatheredTile(*take(shared.work, slot))
-
-
-@gluon.jit
-def _stages(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, width: gl.constexpr):
-    """Shared memory of `count` tiles."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
-    return gl.allocate_shared_memory(dtype, [count, rows, width], layout)
 
 
 @gluon.jit(
@@ -315,9 +228,7 @@ def _stages(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, width:
     ]
 )  # fmt: skip
 def _sparse_attn_gathered_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
+    pointers,
     k_ptr,
     v_ptr,
     sinks_ptr,
@@ -341,10 +252,10 @@ def _sparse_attn_gathered_kernel(
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
     room: gl.constexpr = CFG.barrier_room
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    q_smem = _stages(dtype, CFG.CONSUMERS * CFG.d_slices, ROWS, CFG.SLICE_D)
-    k_smem = _stages(dtype, stages * CFG.d_slices, tile_n, CFG.SLICE_D)
-    v_smem = _stages(dtype, stages * CFG.dv_slices, tile_n, CFG.SLICE_DV)
+    dtype: gl.constexpr = pointers.q.dtype.element_ty
+    q_smem = tile_memory(dtype, CFG.CONSUMERS * CFG.d_slices, ROWS, CFG.SLICE_D)
+    k_smem = tile_memory(dtype, stages * CFG.d_slices, tile_n, CFG.SLICE_D)
+    v_smem = tile_memory(dtype, stages * CFG.dv_slices, tile_n, CFG.SLICE_DV)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [stages, tile_n], flat)
     k_full, k_empty = barriers(stages, CFG.fills(0), room), barriers(stages, CFG.arrivals, room)
@@ -361,9 +272,7 @@ def _sparse_attn_gathered_kernel(
         work, cu_seqlens, sizes, heads,
     )  # fmt: skip
     produce = GatheredProducer(k_ptr, v_ptr, unions, pages, strides.k, strides.v, batch)
-    consume = GatheredConsumer(
-        out_ptr, lse_ptr, q_ptr, sinks_ptr, strides.out, strides.q, lse_head_stride, score, q_smem
-    )
+    consume = ForwardConsumer(pointers, sinks_ptr, strides, lse_head_stride, score, q_smem)
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
@@ -421,7 +330,7 @@ def launch_sparse_attn_gathered(
     strides = GatheredStrides(token_strides(out), token_strides(q), *keys)
     with on_device_of(q):
         args = (
-            *(out, lse, q, call.k, call.v),
+            *(RowPointers(out, lse, q), call.k, call.v),
             None if spec.sinks is None else spec.sinks.contiguous(),
             *(unions, page_arguments(call), CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k)),
             *(strides, lse.stride(-2), call.batch, spec.max_q, spec.max_k, num_tiles),

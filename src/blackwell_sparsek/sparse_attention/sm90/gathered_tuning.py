@@ -32,6 +32,11 @@ class SparseGatheredConfig(AttnFwdSm90Config):
     PAGED: bool = False
 
     @property
+    def GATHERED(self) -> bool:
+        """Keys and values are copied by cp.async."""
+        return True
+
+    @property
     def group_t(self) -> int | None:
         """Queries of a consumer."""
         return self.QUERIES

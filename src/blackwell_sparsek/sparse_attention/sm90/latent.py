@@ -8,8 +8,8 @@ roles are
 
 - a producer warp group (`latent_producer.py`), which gathers the keys near a query and those that
   it chose, 64 at a time;
-- two consumers, which share the scores of these tiles and have half of the columns of the values
-  each. Their arithmetic is that of decoding over latent caches, `decode/sm90_latent_tiles.py`.
+- two consumers (`latent_pairs.py`), which share the scores of these tiles and have half of the
+  columns of the values each.
 
 Called as impl "sm90" of `bsk::sparse_attn_fwd`. Limits: fp16 and bf16, D 576 and Dv 512, values a
 view of the first columns of the keys, strides and addresses in steps of 16 bytes.
@@ -28,10 +28,9 @@ from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
 from ...decode.sm90_latent import LatentQueries
-from ...decode.sm90_latent_tiles import Handover, multiply_in_turns
 from ...decode.sm90_producer import KVRing
 from ...device.gluon.partials import columns_of, rows_of
-from ...device.gluon.pipeline import barriers, take, work_channel
+from ...device.gluon.pipeline import take, tile_memory, work_channel
 from ...device.records import CuSeqlens, Strides
 from ...device.scores import fold_sign
 from ...device.softmax import add_sink, finalise
@@ -46,7 +45,9 @@ from ..triton.walk import (
 )
 from . import forward as walked
 from . import gathered
+from .forward_tiles import ForwardConsumer, RowPointers
 from .gathered_tuning import is_gathered
+from .latent_pairs import multiply_own_tiles_first, pair_exchange
 from .latent_producer import (
     WORK_FIELDS,
     LatentNotes,
@@ -59,31 +60,11 @@ from .latent_tuning import SparseLatentConfig, is_latent, sparse_latent_config
 from .producer import Sizes
 
 
-class LatentConsumer(NamedTuple):
-    """What only the consumers read and write."""
-
-    out_ptr: Any
-    lse_ptr: Any
-    q_ptr: Any
-    sinks_ptr: Any
-    out_strides: Any
-    q_strides: Any
-    lse_head_stride: Any
-    score: Any
-
-
 class GatheredKeys(NamedTuple):
     """What consumers know of the keys of a query besides the notes on them."""
 
     factor: Any
     """Positive factor from scores to base-2 exponents."""
-
-
-class TileRange(NamedTuple):
-    """The tiles of keys that a softmax goes through."""
-
-    kv_tile: Any
-    kv_end: Any
 
 
 @gluon.constexpr_function
@@ -101,8 +82,8 @@ def _put_queries(consume, work, place, FIRST: gl.constexpr, CFG: gl.constexpr):
     columns = FIRST + gl.arange(0, place.shape[1], gl.SliceLayout(0, layout))
     # rows without a head read the last one, and are not written
     head = work.first_head + gl.minimum(row, CFG.PACK - 1)
-    at = offsets_of(work.batch, head, work.token, consume.q_strides)
-    q = gl.load(consume.q_ptr + at[:, None] + columns[None, :])
+    at = offsets_of(work.batch, head, work.token, consume.strides.q)
+    q = gl.load(consume.pointers.q + at[:, None] + columns[None, :])
     q, factor = fold_sign(q, consume.score.factor)
     place.store(q)
     return factor
@@ -121,8 +102,8 @@ def _write(consume, shared, work, place, state, acc, GROUP: gl.constexpr, CFG: g
     row_sum += gl.where(work.wrong != 0, float("nan"), 0.0)
     row = rows_of(acc)
     head = work.first_head + gl.minimum(row, CFG.PACK - 1)
-    if consume.sinks_ptr is not None:
-        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(consume.sinks_ptr + head))
+    if consume.sinks is not None:
+        m_log2, row_sum, rescale = add_sink(m_log2, row_sum, gl.load(consume.sinks + head))
         acc = acc * rescale[:, None]
     inverse, lse = finalise(m_log2, row_sum)
     place.store((acc * inverse[:, None]).to(place.dtype))
@@ -131,25 +112,27 @@ def _write(consume, shared, work, place, state, acc, GROUP: gl.constexpr, CFG: g
         if shared.cu_seqlens.q is None:
             lse_row += work.batch.to(gl.int64) * shared.heads.q
         lse_at = lse_row * consume.lse_head_stride + work.token
-        gl.store(consume.lse_ptr + lse_at, lse, row < CFG.PACK)
+        gl.store(consume.pointers.lse + lse_at, lse, row < CFG.PACK)
     layout: gl.constexpr = _rows_layout(CFG.half)
     out = place.load(layout)
     row = rows_of(out)
     head = work.first_head + gl.minimum(row, CFG.PACK - 1)
-    at = offsets_of(work.batch, head, work.token, consume.out_strides)
+    at = offsets_of(work.batch, head, work.token, consume.strides.out)
     columns = GROUP * CFG.half + columns_of(out)
     live = (row < CFG.PACK)[:, None]
-    gl.store(consume.out_ptr + at[:, None] + columns[None, :], out, live)
+    gl.store(consume.pointers.out + at[:, None] + columns[None, :], out, live)
 
 
 @gluon.jit
-def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.constexpr):
+def _consume(consume, shared, exchange, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Role of a consumer: attend with the heads of each query, for half of the columns."""
     half: gl.constexpr = CFG.half
     first_col: gl.constexpr = GROUP * CFG.half
     values_dim: gl.constexpr = CFG.TILE_DV
+    q_smem = consume.q_tiles
     own = q_smem.front.index(0).slice(first_col, half, dim=1)
     step = 0
+    pairs = 0
     slot = 0
     work = LatentWork(*take(shared.work, slot))
     while work.batch >= 0:
@@ -158,12 +141,13 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         if GROUP == 0:
             _put_queries(consume, work, q_smem.rest.index(0), values_dim, CFG)
         fence_async_shared()
-        mbarrier.arrive(handover.queries, count=1)
-        mbarrier.wait(handover.queries, slot & 1)
-        tiles = TileRange(step - step, work.tiles)
-        step, acc, state, _ = multiply_in_turns(
-            q_smem, handover, shared, consume.score, GatheredKeys(factor), tiles, step, GROUP, CFG
-        )
+        mbarrier.arrive(exchange.queries, count=1)
+        mbarrier.wait(exchange.queries, slot & 1)
+        seen = GatheredKeys(factor)
+        step, pairs, acc, state = multiply_own_tiles_first(
+            q_smem, exchange, shared, consume.score, seen, work.tiles, step, pairs, slot, GROUP,
+            CFG,
+        )  # fmt: skip
         _write(consume, shared, work, own, state, acc, GROUP, CFG)
         slot += 1
         work = LatentWork(*take(shared.work, slot))
@@ -178,10 +162,8 @@ def _gathered_ring(dtype: gl.constexpr, CFG: gl.constexpr):
     rest: gl.constexpr = CFG.rest
     parts: gl.constexpr = CFG.parts
     empty: gl.constexpr = CFG.first_empty
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile_n, values], dtype)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tile_n, rest], dtype)
-    v_smem = gl.allocate_shared_memory(dtype, [stages, tile_n, values], v_layout)
-    k_smem = gl.allocate_shared_memory(dtype, [stages, tile_n, rest], k_layout)
+    v_smem = tile_memory(dtype, stages, tile_n, values)
+    k_smem = tile_memory(dtype, stages, tile_n, rest)
     bars = gl.allocate_shared_memory(gl.int64, [2 * empty, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(empty):
         mbarrier.init(bars.index(i), count=CFG.fills(i % parts))
@@ -196,9 +178,7 @@ def _gathered_ring(dtype: gl.constexpr, CFG: gl.constexpr):
     ]
 )  # fmt: skip
 def _sparse_attn_latent_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
+    pointers,
     k_ptr,
     sinks_ptr,
     lists,
@@ -223,38 +203,29 @@ def _sparse_attn_latent_kernel(
     num: gl.constexpr = CFG.ROWS
     tile_n: gl.constexpr = CFG.TILE_N
     stages: gl.constexpr = CFG.STAGES
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    front: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, CFG.TILE_DV], dtype)
-    rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, CFG.rest], dtype)
+    dtype: gl.constexpr = pointers.q.dtype.element_ty
     weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([num, tile_n], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = LatentQueries(
-        gl.allocate_shared_memory(dtype, [1, num, CFG.TILE_DV], front),
-        gl.allocate_shared_memory(dtype, [1, num, CFG.rest], rest),
+        tile_memory(dtype, 1, num, CFG.TILE_DV), tile_memory(dtype, 1, num, CFG.rest)
     )
     p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], weights)
-    states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
     notes = LatentNotes(
         gl.allocate_shared_memory(gl.float32, [stages, tile_n], plain),
         gl.allocate_shared_memory(gl.int32, [stages, 1], plain),
     )
     ring = _gathered_ring(dtype, CFG)
-    handover = Handover(
-        *(p_smem, states, barriers(1, 1).index(0)),
-        *(barriers(1, 2).index(0), barriers(1, 2).index(0)),
-    )
+    exchange = pair_exchange(p_smem, CFG)
     work = work_channel(WORK_FIELDS, 2)
     fence_async_shared()
     sizes = Sizes(q_len, kv_len, 0, most, num_blocks, limit_right, near_left, near_right)
     shared = LatentShared(ring, notes, work, cu_seqlens, heads)
     produce = LatentProducer(k_ptr, lists, pages, strides.k, list_strides, sizes, batch)
-    consume = LatentConsumer(
-        out_ptr, lse_ptr, q_ptr, sinks_ptr, strides.out, strides.q, lse_head_stride, score
-    )
+    consume = ForwardConsumer(pointers, sinks_ptr, strides, lse_head_stride, score, q_smem)
     gl.warp_specialize(
         [
-            (_consume, (consume, shared, q_smem, handover, 0, CFG)),
-            (_consume, (consume, shared, q_smem, handover, 1, CFG)),
+            (_consume, (consume, shared, exchange, 0, CFG)),
+            (_consume, (consume, shared, exchange, 1, CFG)),
             (produce_keys, (produce, shared, CFG)),
         ],
         [4, 4],
@@ -306,7 +277,7 @@ def launch_sparse_attn_latent(
     strides = LatentStrides(token_strides(out), token_strides(q), key_strides(call.k, call))
     with on_device_of(q):
         args = (
-            *(out, lse, q, call.k),
+            *(RowPointers(out, lse, q), call.k),
             None if spec.sinks is None else spec.sinks.contiguous(),
             *(lists, page_arguments(call), CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k)),
             *(strides, list_strides, lse.stride(-2), call.batch, spec.max_q, spec.max_k),

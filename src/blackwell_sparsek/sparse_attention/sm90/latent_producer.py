@@ -18,9 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from ...device.gluon.compat import async_gather, thread_barrier
-from ...device.gluon.memory import bring_to_l2
 from ...device.gluon.pipeline import publish
-from ...device.gluon.warps import lane_number
 from ...device.masks import kv_range, position, row_bounds
 from ...device.records import Range
 from ...device.schedule import token_span
@@ -52,7 +50,7 @@ WORK_FIELDS = gl.constexpr(len(LatentWork._fields))
 
 
 class LatentNotes(NamedTuple):
-    """Notes on the keys in the stages, see `decode.sm90_latent_tiles`."""
+    """Notes on the keys in the stages, see `latent_pairs._noted`."""
 
     factors: Any
     flags: Any
@@ -182,56 +180,61 @@ def _copy(tile, found, FIRST: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _send(shared, found, step, CFG: gl.constexpr):
-    """Leave the notes on a tile of keys and start copying its parts as they become free."""
+def _send_part(shared, found, step, PART: gl.constexpr, CFG: gl.constexpr):
+    """Start copying a part of a tile of keys when it is free; with the first, leave the notes."""
     ring, notes = shared.ring, shared.notes
     parts: gl.constexpr = CFG.parts
     half: gl.constexpr = CFG.half
     stage = step % CFG.STAGES
     phase = ((step // CFG.STAGES) & 1) ^ 1
-    for part in gl.static_range(parts):
-        index = stage * parts + part
-        full = ring.full.index(index)
-        mbarrier.wait(ring.empty.index(CFG.first_empty + index), phase)
-        _copy(ring.v.index(stage).slice(part * half, half, dim=1), found, part * half, CFG)
-        if part == parts - 1:
-            _copy(ring.k.index(stage), found, CFG.TILE_DV, CFG)
-        async_copy.mbarrier_arrive(full, increment_count=False)
-        if part == 0:
-            notes.factors.index(stage).store(found.factors)
-            zero = gl.full([1], 0, gl.int32, CFG.words_layout())
-            notes.flags.index(stage).store(zero + found.flag)
-            # the one thread that arrives does not wait for the stores of the others
-            thread_barrier()
-            mbarrier.arrive(full, count=1)
+    index = stage * parts + PART
+    full = ring.full.index(index)
+    mbarrier.wait(ring.empty.index(CFG.first_empty + index), phase)
+    _copy(ring.v.index(stage).slice(PART * half, half, dim=1), found, PART * half, CFG)
+    if parts == PART + 1:
+        _copy(ring.k.index(stage), found, CFG.TILE_DV, CFG)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+    if PART == 0:
+        notes.factors.index(stage).store(found.factors)
+        zero = gl.full([1], 0, gl.int32, CFG.words_layout())
+        notes.flags.index(stage).store(zero + found.flag)
+        # the one thread that arrives does not wait for the stores of the others
+        thread_barrier()
+        mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _bring_keys(found, leads, CFG: gl.constexpr):
-    """Have the L2 read keys; one of the eight threads that have a key asks for it."""
-    first = leads & ((lane_number() & 7) == 0)
-    address = gl.where(found.live & first, found.pointers.to(gl.int64), 0)
-    bring_to_l2(address, 2 * (CFG.TILE_DV + CFG.rest))
+def _send_pair(shared, even, odd, has_odd, step, CFG: gl.constexpr):
+    """Send two tiles, whose parts are copied in the order in which consumers release them.
+
+    The notes on an odd tile come with its last part: the consumer that reads them waits for both.
+    They replace those of a tile whose first part was released, by a consumer that had its weights.
+    """
+    turns: gl.constexpr = 2 * CFG.parts
+    for turn in gl.static_range(turns):
+        if CFG.copied_tile(turn) == 0:
+            _send_part(shared, even, step, CFG.copied_part(turn), CFG)
+        else:
+            if has_odd:
+                _send_part(shared, odd, step + 1, CFG.copied_part(turn), CFG)
 
 
 @gluon.jit
 def _send_keys(produce, shared, query, work, step, CFG: gl.constexpr):
-    """Send the keys of a query; return the next step."""
-    # other heads with the same keys run beside these
-    leads = work.first_head % gl.minimum(shared.heads.group, shared.heads.per_list) == 0
-    key = gl.arange(0, CFG.TILE_N, gl.SliceLayout(1, CFG.copy_layout()))
-    found = _find(produce, query, key, _load_entries(query, key, CFG), CFG)
-    # entries come a tile earlier than they are needed
-    after = _load_entries(query, key + CFG.TILE_N, CFG)
-    for _tile in range(work.tiles):
-        key += CFG.TILE_N
-        block = after
-        after = _load_entries(query, key + CFG.TILE_N, CFG)
-        _send(shared, found, step, CFG)
-        found = _find(produce, query, key, block, CFG)
-        if CFG.PREFETCH:
-            _bring_keys(found, leads, CFG)
-        step += 1
+    """Send the keys of a query by pairs of tiles; return the next step."""
+    tile_n: gl.constexpr = CFG.TILE_N
+    key = gl.arange(0, tile_n, gl.SliceLayout(1, CFG.copy_layout()))
+    even = _find(produce, query, key, _load_entries(query, key, CFG), CFG)
+    odd = _find(produce, query, key + tile_n, _load_entries(query, key + tile_n, CFG), CFG)
+    for first in range(0, work.tiles, 2):
+        key += 2 * tile_n
+        # entries arrive while the pair before them is sent
+        even_block = _load_entries(query, key, CFG)
+        odd_block = _load_entries(query, key + tile_n, CFG)
+        _send_pair(shared, even, odd, first + 1 < work.tiles, step, CFG)
+        even = _find(produce, query, key, even_block, CFG)
+        odd = _find(produce, query, key + tile_n, odd_block, CFG)
+        step += gl.minimum(work.tiles - first, 2)
     return step
 
 

@@ -21,17 +21,19 @@ class SparseLatentConfig(LatentConfig):
 
     PAGE_SIZE: int | None = None
     BLOCK_KV: int | None = None
-    # three warp groups share 504 registers; with 216 and 72, softcap and gates spill 8 bytes
-    PRODUCER_REGISTERS: int = 56
-    CONSUMER_REGISTERS: int = 224
+    # three warp groups share 504 registers; with 56, the producer of pairs spills 16 words
+    PRODUCER_REGISTERS: int = 72
+    CONSUMER_REGISTERS: int = 216
     MAX_REGISTERS: int = 168
     PACK: int = GROUP_ROWS
     """Query heads in a tile: they share a KV head and a list."""
     ENTRY_KEYS: int = 1
     """Keys of an entry: the granularity."""
     GATE: bool = False
-    PREFETCH: bool = True
-    """Whether the keys of a tile are brought into the L2 while those before it are waited for."""
+
+    @property
+    def _copied(self) -> tuple[tuple[int, int], ...]:
+        return ((0, 0), (1, 1), (0, 1), (1, 0))
 
     @property
     def GATHERED(self) -> bool:

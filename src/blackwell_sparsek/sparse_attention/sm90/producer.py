@@ -13,13 +13,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...calls.sparse_attention import SparseAttentionCall
 from ...device.gluon.compat import async_load, thread_barrier
 from ...device.gluon.pipeline import publish, tile_at, tile_place
 from ...device.masks import kv_range, not_after, not_before, position, row_bounds
 from ...device.schedule import token_span
 from ...launch.descriptors import GROUP_ROWS
 from ..triton.forward import OPEN
-from ..triton.walk import NO_BLOCK, lists_of_rows, next_block, offsets_of, rows_of_tile
+from ..triton.walk import (
+    NO_BLOCK,
+    lists_of_rows,
+    local_sides,
+    next_block,
+    offsets_of,
+    rows_of_tile,
+)
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # What the note of a KV tile says, besides its first key: bits of one word. Bit FIRST_USER + i says
@@ -69,6 +77,19 @@ class Sizes(NamedTuple):
     limit_right: Any
     near_left: Any
     near_right: Any
+
+
+def sizes_of(call: SparseAttentionCall, num_tiles: int) -> Sizes:
+    """The `Sizes` of a call.
+
+    Kernels take each of them as a parameter: Triton specialises the items of a record, and would
+    compile for every length.
+    """
+    spec = call.spec
+    return Sizes(
+        *(spec.max_q, spec.max_k, num_tiles, spec.selection.most, spec.selection.num_blocks),
+        *(spec.limit.scalars()[1], *local_sides(call)),
+    )
 
 
 class SparseShared(NamedTuple):

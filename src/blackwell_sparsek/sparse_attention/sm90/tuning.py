@@ -37,6 +37,11 @@ class SparseAttnSm90Config(AttnFwdSm90Config):
     GATE: bool = False
 
     @property
+    def GATHERED(self) -> bool:
+        """Keys and values are copied by TMA, not by cp.async."""
+        return False
+
+    @property
     def tile_t(self) -> int:
         """Queries of a tile."""
         return self.tile_m // self.PACK
