@@ -124,6 +124,20 @@ def test_batches_and_repeated_calls(tokens):
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_replayed_calls_read_their_own_operands(tokens):
+    w = matrix((256, 384), (128, 128), "cuda")
+    bias = normal(256, seed=7, dtype=torch.bfloat16, device="cuda")
+    for seed in range(4):
+        x = activations(tokens, 384, device="cuda", seed=seed)
+        check(x, w.T, bias=bias)
+        w.stored_descale.mul_(1.5)
+        bias = bias + 1
+    recorded = [value for value in w.pattern.launches.values() if value is not None]
+    assert recorded
+
+
+@gpu
 def test_rows_that_are_cut():
     w = matrix((384, 128 * 60), (128, 128), "cuda")
     x = activations(100, w.shape[1], device="cuda")

@@ -13,6 +13,7 @@ from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.fp8 import LARGEST, SMALLEST_SCALE
 from blackwell_sparsek.fp8 import api
 from blackwell_sparsek.fp8.op import quantize_dispatch
+from blackwell_sparsek.launch.workspace import zeroed_counters
 from blackwell_sparsek.reference.fp8 import hadamard, nearest, scale_places
 from blackwell_sparsek.testing import guard, layouts, poison
 
@@ -256,6 +257,8 @@ def test_auto_takes_the_kernels_on_a_gpu():
 )
 def test_replayed_calls_round_what_they_are_given(scale, options, monkeypatch):
     monkeypatch.setattr(api, "_RECORDED", {})
+    # the maxima lie behind whatever counters were handed out before
+    zeroed_counters(1, torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream, False)
     for _ in range(4):
         x = torch.randn(2, 3, 600, 64, device="cuda", dtype=torch.bfloat16)
         made = bsk.fp8.quantize(x, scale, impl="triton", **options)

@@ -27,7 +27,7 @@ from ..calls.attention import (
     tma_takes,
 )
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, not_run_yet, only_asked
+from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
@@ -43,12 +43,6 @@ def _everything(problem: AttnProblem) -> str | None:
     return None
 
 
-def _portable_passed_over(problem: AttnProblem) -> str | None:
-    """Why `auto` passes over the portable kernels, also for what has not run on a GPU yet."""
-    is_new = problem.alibi or problem.bias or problem.mask_per_kv_head
-    return interpreted_only(problem) or (not_run_yet(problem) if is_new else None)
-
-
 forward_dispatch: Dispatcher = Dispatcher("attn_fwd")
 forward_dispatch.register(
     "sm90",
@@ -60,7 +54,7 @@ forward_dispatch.register(
     "triton",
     triton.why_not_forward,
     "blackwell_sparsek.attention.triton.forward:forward",
-    auto_passes=_portable_passed_over,
+    auto_passes=interpreted_only,
 )
 forward_dispatch.register("eager", _everything, "blackwell_sparsek.attention.eager.forward:forward")
 forward_dispatch.register(
@@ -81,7 +75,7 @@ backward_dispatch.register(
     "triton",
     triton.why_not_backward,
     "blackwell_sparsek.attention.triton.backward:backward",
-    auto_passes=_portable_passed_over,
+    auto_passes=interpreted_only,
 )
 backward_dispatch.register(
     "eager", _everything, "blackwell_sparsek.attention.eager.backward:backward"

@@ -9,11 +9,12 @@ from ..core.checks import (
     check_choice,
     check_derivatives,
     check_dtype,
+    check_flag,
     check_last_dim_contiguous,
     check_tensor,
     message,
 )
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput
 from ..core.fp8 import E4M3, LARGEST
 from ..launch.replay import Cache, record, repeat
 from .op import fp8_quantize
@@ -105,8 +106,7 @@ def _check(
     check_choice(op, "block", block, _BLOCKS)
     flags = {"smooth": smooth, "hadamard": hadamard, "transposed": transposed}
     for arg, value in flags.items():
-        if not isinstance(value, bool):
-            raise InvalidType(message(op, arg, "is not a bool", "bool", type(value).__name__))
+        check_flag(op, arg, value)
     channels = x.shape[-1]
     if hadamard and (channels & (channels - 1) or not 1 <= channels <= _WIDEST_ROTATION):
         expected = f"a power of two up to {_WIDEST_ROTATION} channels"

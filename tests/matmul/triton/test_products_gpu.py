@@ -129,6 +129,15 @@ def test_one_long_row(n, cut_rows):
     assert_product(a, "X@A.T", operand_for(a, "X@A.T", n, seed=18), impl="triton")
 
 
+def test_repeated_products_of_batches_that_do_not_merge():
+    """One launch for each entry of the first dimension, at addresses inside of the operands."""
+    a = random_bsr((128, 96), (32, 32), seed=25, dtype=torch.bfloat16, device=DEVICE)
+    for seed in range(26, 30):
+        x = normal(3, 2, 40, 96, seed=seed, dtype=torch.bfloat16, device=DEVICE).transpose(0, 1)
+        together = matmul(x.contiguous(), a.T, impl="triton")
+        assert torch.equal(matmul(x, a.T, impl="triton"), together)
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_graph_replays_with_new_values(warm, cut_rows):
     a = _skewed()

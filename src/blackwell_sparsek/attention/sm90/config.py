@@ -71,39 +71,17 @@ class AttnFwdSm90Config:
     HALVES: bool = False
     """In fp8: KV tiles are taken in halves, with the scores of one under way while the weights of
     the other are computed (`forward_fp8_halves`)."""
-    EXP_TURNS: bool = False
-    """In fp8: consumers take turns at exponentials, so that one has scores and maxima to find while
-    the other has the exponentials to itself."""
-    SCALE_LATE: bool = False
-    """In fp8 without HALVES: the scale of a KV tile is read when its products are under way, and
-    not before they start."""
-    SLACK: int = 0
-    """In fp8 without HALVES: maxima are kept while no weight exceeds 2**SLACK of the one they were
-    raised to, and threads exchange them only where one does (HALVES always do)."""
-    ONE_ROLE: bool = False
-    """In fp8: both consumers are one role of eight warps and run the same instructions, which then
-    take half as much of the instruction caches."""
-    PRODUCT_TILES: int = 2
-    """With HALVES: KV tiles whose products the tensor cores add up before they join the sums."""
 
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
-        plain = plain and not self.SKIP_ABSENT and self.CONSUMERS < 3
+        plain = plain and not (self.SKIP_ABSENT or self.PING_PONG or self.Q_REGISTERS)
+        plain = plain and self.CONSUMERS < 3
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
-        halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV <= 128
+        # a lone consumer comes with a scheduler warp
+        assert not self.FP8 or self.CONSUMERS == 2 or self.SCHEDULER_WARP, f"{self=}"
+        # the product of a half is one WGMMA wide
+        halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV == self.SLICE_DV
         assert not self.HALVES or halves, f"{self=}"
-        # the tensor cores add with fewer bits than fp32 has
-        assert self.PRODUCT_TILES in (1, 2), f"{self.PRODUCT_TILES=}"
-        one_role = self.FP8 and self.CONSUMERS == 2 and not self.PING_PONG
-        assert not self.ONE_ROLE or one_role, f"{self=}"
-        assert not self.EXP_TURNS or (self.FP8 and self.CONSUMERS == 2), f"{self=}"
-        whole = self.FP8 and not self.HALVES
-        assert whole or not (self.SCALE_LATE or self.SLACK), f"{self=}"
-        # with whole tiles, the loop would spill
-        assert not (whole and self.Q_REGISTERS), f"{self=}"
-        # weights reach 2**8, and e4m3 ends at 448
-        assert self.SLACK in (0, 1), f"{self.SLACK=}"
-        assert not self.PING_PONG or not (self.HALVES or self.EXP_TURNS), f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
@@ -127,21 +105,6 @@ class AttnFwdSm90Config:
         return GROUP_ROWS * self.CONSUMERS
 
     @property
-    def groups(self) -> int:
-        """Warp groups of a consumer's role."""
-        return self.CONSUMERS if self.ONE_ROLE else 1
-
-    @property
-    def roles(self) -> int:
-        """Roles of consumers."""
-        return self.CONSUMERS // self.groups
-
-    @property
-    def role_rows(self) -> int:
-        """Queries of such a role."""
-        return GROUP_ROWS * self.groups
-
-    @property
     def d_slices(self) -> int:
         """Slices of queries and keys."""
         return self.TILE_D // self.SLICE_D
@@ -155,10 +118,9 @@ class AttnFwdSm90Config:
     def products_ahead(self) -> int:
         """In fp8: products with slices of values that run at a time, with registers for each.
 
-        Wide outputs leave none for a second one, and neither do the bits of a mask for 128 keys.
+        Wide outputs leave none for a second one.
         """
-        room = self.TILE_DV <= 128 and not (self.SCHEDULER_WARP and self.TILE_N == 128)
-        return self.dv_slices if room else 1
+        return self.dv_slices if self.TILE_DV <= 128 else 1
 
     @property
     def score_keys(self) -> int:
@@ -244,7 +206,7 @@ class AttnFwdSm90Config:
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of queries."""
-        return (1, 1, self.role_rows, self.SLICE_D)
+        return (1, 1, GROUP_ROWS, self.SLICE_D)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -258,15 +220,11 @@ class AttnFwdSm90Config:
 
     def out_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of outputs."""
-        return (1, 1, self.role_rows, self.SLICE_DV)
+        return (1, 1, GROUP_ROWS, self.SLICE_DV)
 
     def accumulator_layout(self, columns: int) -> object:
-        """Register layout of a [role_rows, columns] WGMMA accumulator."""
-        return accumulator_layout(columns, 32 // self.element_bytes, self.groups)
-
-    def pairs_layout(self, columns: int) -> object:
-        """In fp8: the same of 16-bit operands, which two e4m3 in a word are like."""
-        return accumulator_layout(columns, 16, self.groups)
+        """Register layout of a [64, columns] WGMMA accumulator."""
+        return accumulator_layout(columns, 32 // self.element_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -364,8 +322,8 @@ def make_fp8_config(
         SLICE_DV=slice_dv,
         STAGES=min(MOST_STAGES, room // (tile_n * (tile_d + tile_dv))),
         BLOCK_KV=tile_n if block_kv is None else block_kv,
-        CONSUMER_REGISTERS=232 if block_kv is not None or consumers == 1 else 240,
-        PRODUCER_REGISTERS=40 if block_kv is not None or consumers == 1 else 24,
+        CONSUMER_REGISTERS=240 if block_kv is None else 232,
+        PRODUCER_REGISTERS=24 if block_kv is None else 40,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=q_stages,
         SCHEDULER_WARP=block_kv is not None,

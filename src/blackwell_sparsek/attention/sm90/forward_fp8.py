@@ -40,37 +40,19 @@ from ...device.gluon.pipeline import (
     tiles,
     work_channel,
 )
-from ...device.gluon.row_parts import (
-    add_parts,
-    maxima_above,
-    maxima_parts,
-    pin_above,
-    row_maxima,
-    row_parts,
-    spread_parts,
-)
+from ...device.gluon.row_parts import add_parts, pin_above, row_maxima, row_parts
 from ...device.gluon.warps import shared_address
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
-from ...device.softmax import (
-    add_sink,
-    finalise,
-    init_state,
-    raise_maximum,
-    weights_below,
-    weights_of,
-)
+from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
 from ...device.visits import num_masked_blocks
 from .forward import Queries, TileBounds, mask_scores
 from .forward_fp8_halves import TileScales, attend_halves
 from .forward_fp8_parts import (
     SCALE_TOKENS,
     HeadScales,
-    await_turn,
-    begin_turns,
     cap_scaled,
-    end_turn,
     exponent_factor,
     head_scales_at,
     packed_weights,
@@ -95,12 +77,11 @@ from .forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
+    ROWS,
     KvStages,
     await_stage,
     free_stage,
     kv_slices,
-    ping_pong_pass,
-    ping_pong_wait,
     query_slices,
     scale_slices,
     start_scores,
@@ -132,8 +113,7 @@ def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
     """Start the product of weights with one slice of the values of a stage, from zero."""
     layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     width: gl.constexpr = CFG.SLICE_DV
-    rows: gl.constexpr = CFG.role_rows
-    nothing = gl.zeros([rows, width], gl.float32, layout)
+    nothing = gl.zeros([ROWS, width], gl.float32, layout)
     v = stages.v.index(stage * CFG.dv_slices + SLICE).permute((1, 0))
     return warpgroup_mma(p, v, nothing, use_acc=False, is_async=True)
 
@@ -180,116 +160,66 @@ def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
     return add_last_product(total, acc, factor, last)
 
 
-# With SLACK, maxima and factors are [rows, 4] as sums are: threads keep them beside what they hold
-# of a row, and exchange maxima where one exceeds its limit. Without it they are [rows].
-
-
-@gluon.jit
-def raise_maxima(s, m_log2, factor, CFG: gl.constexpr):
-    """`raise_maximum` with the maxima of the scores `s`."""
-    if CFG.SLACK > 0:
-        top = maxima_parts(s) * factor - (HEADROOM - CFG.SLACK)
-        top, _ = maxima_above(top, m_log2 + CFG.SLACK)
-        raised = raise_maximum(m_log2, top, 1.0, CFG.SLACK)
-    else:
-        raised = raise_maximum(m_log2, row_maxima(s, m_log2), factor, 0, HEADROOM)
-    return raised
-
-
-@gluon.jit
-def weigh(s, row_sum, factor, shift, rescale, CFG: gl.constexpr):
-    """Weights of scores, and the sums with them."""
-    if CFG.SLACK > 0:
-        weights = weights_below(s, factor, spread_parts(shift, s))
-        row_sum = row_sum * rescale + row_parts(weights)
-    else:
-        weights = weights_of(s, factor, shift)
-        row_sum = add_parts(row_sum, rescale, weights)
-    return weights, row_sum
-
-
-@gluon.jit
-def output_factor(rescale, CFG: gl.constexpr):
-    """The factor of sums that is carried on; [rows, 1], or parts of it."""
-    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
-    if CFG.SLACK == 0:
-        rescale = gl.convert_layout(rescale, o_rows)[:, None]
-    return rescale
-
-
 @gluon.jit
 def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
     """Take scores into the softmax; returns its state, the weights in e4m3 and the rescaling."""
-    m_log2, shift, rescale = raise_maxima(s, m_log2, factor, CFG)
-    weights, row_sum = weigh(s, row_sum, factor, shift, rescale, CFG)
+    top = row_maxima(s, m_log2)
+    m_log2, shift, rescale = raise_maximum(m_log2, top, factor, 0, HEADROOM)
+    weights = weights_of(s, factor, shift)
+    row_sum = add_parts(row_sum, rescale, weights)
     return m_log2, row_sum, packed_weights(weights, CFG), rescale
 
 
 @gluon.jit
-def attend_tile(
-    queries, stages, kv_tile, step, scales, state, acc, p, factor, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
+def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CFG: gl.constexpr):
     """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
 
-    `factor` rescales `acc` to the maxima that `p` has.
+    `scale` is that of the queries times that of the keys. `factor` [64, 1] rescales `acc` to the
+    maxima that `p` has.
 
     Products run while maxima are found, that of the last slice while weights are: a consumer that
     waited for its products first would leave the tensor cores to the other one alone, which has
     half as much work for them as it takes to find the weights of a tile.
     """
     visit, score = queries.visit, queries.score
-    of_queries, k_scales, k_scale_ptr = scales
     m_log2, row_sum = state
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     tile_n: gl.constexpr = CFG.TILE_N
-    if not CFG.SCALE_LATE:
-        scale = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile, CFG)
-    if CFG.SLACK > 0:
-        factor = spread_parts(factor, acc[0])
-    rows: gl.constexpr = CFG.role_rows
-    no_scores = gl.zeros([rows, tile_n], gl.float32, s_layout)
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, s_layout)
     last_stage, last_phase = ring_place(step, CFG.STAGES)
     step += 1
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
-    ping_pong_wait(GROUP, CFG)
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
     scores = start_scores(queries.q, k, no_scores)
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
     operand = weight_operand(p, CFG)
     products = start_products(operand, stages, last_stage, CFG)
-    ping_pong_pass(GROUP, CFG)
-    if CFG.SCALE_LATE:
-        scale = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile, CFG)
     s = warpgroup_mma_wait(CFG.products_ahead, deps=(scores,))
     free_stage(stages, stage, EMPTY_K, CFG)
     s = cap_scaled(s, score, scale)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     exponents = exponent_factor(score, scale)
-    m_new, shift, rescale = raise_maxima(s, m_log2, exponents, CFG)
+    m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), exponents, 0, HEADROOM)
     # ptxas would sink all of it below the wait, where it overlaps with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
     total, last = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
-    shift = await_turn(shift, GROUP, CFG)
-    weights, row_sum = weigh(s, row_sum, exponents, shift, rescale, CFG)
+    weights = weights_of(s, exponents, shift)
+    row_sum = add_parts(row_sum, rescale, weights)
     pin_above(row_sum, stages.barriers, CFG.spare_at)
-    end_turn(GROUP, CFG)
     acc = add_last_product(total, acc, factor, last)
     free_stage(stages, last_stage, EMPTY_V, CFG)
     # before the wait they would change registers that are operands, for which ptxas makes every
     # WGMMA wait for the one before
     p = packed_weights(weights, CFG)
-    factor = output_factor(rescale, CFG)
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
     return step, SoftmaxState(m_new, row_sum), acc, p, factor
 
 
 @gluon.jit
-def attend_tiles(
-    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
+def attend_tiles(queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG: gl.constexpr):
     """Take in all KV tiles of a work tile, at least one; return the step after, state and sums.
 
     Arrives at `q_empty` when the queries are read.
@@ -297,13 +227,9 @@ def attend_tiles(
     visit, score = queries.visit, queries.score
     of_queries, k_scales, k_scale_ptr = scales
     tile_n: gl.constexpr = CFG.TILE_N
-    rows: gl.constexpr = CFG.role_rows
-    no_scores = gl.zeros([rows, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
+    no_scores = gl.zeros([ROWS, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     stage, phase = ring_place(step, CFG.STAGES)
-    m_log2 = state.m_log2
-    if CFG.SLACK > 0:
-        # no key was seen yet
-        m_log2 = state.row_sum - float("inf")
     of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, 0, CFG)
     await_stage(stages, stage, phase, FULL_K, CFG)
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
@@ -313,25 +239,20 @@ def attend_tiles(
     if needs_mask(visit.lists, visit.plan, 0, queries.masked_tiles):
         s = mask_scores(s, queries, 0, CFG)
     exponents = exponent_factor(score, of_tile)
-    m_log2, row_sum, p, rescale = weigh_scores(s, m_log2, state.row_sum, exponents, CFG)
-    factor = output_factor(rescale, CFG)
-    rows_layout: gl.constexpr = state.m_log2.type.layout
+    m_log2, row_sum, p, rescale = weigh_scores(s, state.m_log2, state.row_sum, exponents, CFG)
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
     state = SoftmaxState(m_log2, row_sum)
     for kv_tile in range(1, kv_tiles):
+        of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile, CFG)
         step, state, acc, p, factor = attend_tile(
-            queries, stages, kv_tile, step, scales, state, acc, p, factor, GROUP, CFG
+            queries, stages, kv_tile, step, of_tile, state, acc, p, factor, CFG
         )
     # every score of this work tile is taken: the next queries may come
     mbarrier.arrive(q_empty, count=1)
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_V, CFG)
-    if CFG.SLACK > 0:
-        factor = spread_parts(factor, acc[0])
     acc = add_products(p, stages, stage, acc, factor, CFG)
     free_stage(stages, stage, EMPTY_V, CFG)
-    if CFG.SLACK > 0:
-        m_log2 = gl.convert_layout(gl.max(state.m_log2, 1), rows_layout)
-        state = SoftmaxState(m_log2, state.row_sum)
     return step + 1, state, acc
 
 
@@ -341,24 +262,19 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_ring, heads, band = shared.q_ring, shared.heads, shared.band
     q_len, kv_len = shared.lengths
     lists = shared.mask.lists
-    num_rows: gl.constexpr = CFG.role_rows
-    first_row: gl.constexpr = GROUP * CFG.role_rows
+    first_row: gl.constexpr = GROUP * ROWS
     keys: gl.constexpr = CFG.score_keys
     width: gl.constexpr = CFG.SLICE_DV
     s_layout: gl.constexpr = CFG.accumulator_layout(CFG.score_keys)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     out_smem = consume.out_tiles.index(GROUP)
-    no_scores = gl.zeros([num_rows, keys], gl.float32, s_layout)
-    rows = gl.arange(0, num_rows, gl.SliceLayout(1, s_layout))
+    no_scores = gl.zeros([ROWS, keys], gl.float32, s_layout)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     stages = KvStages(shared.k_ring.tiles, shared.v_ring.tiles, shared_address(CFG.tile_bytes))
     step = 0
     slot = 0
-    if GROUP == 0:
-        # the first consumer issues first
-        ping_pong_pass(CFG.CONSUMERS - 1, CFG)
-    begin_turns(GROUP, CFG)
-    tile = take_work_tile(shared.work, slot, 4 * CFG.groups)
+    tile = take_work_tile(shared.work, slot, 4)
     while tile.batch_head >= 0:
         plan = tile.plan
         batch, q_head, kv_head = batch_and_heads(tile.batch_head, heads.q, heads.group_size)
@@ -367,7 +283,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, band.left, band.right)
         first_pos = position(q_start + first_row, q_len, kv_len)
         _, every_last = row_bounds(first_pos, kv_len, band.left, band.right)
-        every_first, _ = row_bounds(first_pos + (num_rows - 1), kv_len, band.left, band.right)
+        every_first, _ = row_bounds(first_pos + (ROWS - 1), kv_len, band.left, band.right)
         bounds = TileBounds(first, last, every_first, every_last)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
         visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
@@ -388,13 +304,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         row_sum = row_parts(no_scores)
         acc = zero_outputs(CFG)
         q_stage = slot % CFG.Q_STAGES
-        q = query_slices(q_ring, q_stage * CFG.roles + GROUP, CFG)
+        q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
-        if CFG.Q_REGISTERS:
-            loaded = ()
-            for i in gl.static_range(len(q)):
-                loaded = loaded + (q[i].load(gl.DotOperandLayout(0, s_layout, 4)),)  # noqa: RUF005
-            q = loaded
         score = consume.score
         queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, None)
         scales = TileScales(scale, consume.k_scales, k_scale_ptr)
@@ -403,11 +314,11 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             state = SoftmaxState(m_log2, row_sum)
             if CFG.HALVES:
                 step, state, acc = attend_halves(
-                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP, CFG
+                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG
                 )
             else:
                 step, state, acc = attend_tiles(
-                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP, CFG
+                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG
                 )
             m_log2, row_sum = state
         else:
@@ -438,7 +349,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         lse_first = lse_offset(batch, q_head, 0, heads.q, consume.lse_head_stride, None)
         gl.store(consume.lse_ptr + lse_first + q_index, lse, mask=exists(q_index, q_len))
         slot += 1
-        tile = take_work_tile(shared.work, slot, 4 * CFG.groups)
+        tile = take_work_tile(shared.work, slot, 4)
     tma.store_wait(0)
 
 
@@ -494,19 +405,19 @@ def _attn_fwd_fp8_sm90_kernel(
     score : `Score`
     CFG : `AttnFwdSm90Config` with FP8
     """
-    roles: gl.constexpr = CFG.roles
+    consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
-    q_smem = tiles(q_desc, CFG.Q_STAGES * roles * CFG.d_slices, CFG.role_rows)
-    out_smem = tiles(out_desc, roles, CFG.role_rows)
+    q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
+    out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages * CFG.d_slices, CFG.TILE_N)
     v_smem = tiles(v_desc, stages * CFG.v_buffers, CFG.SLICE_DV)
-    q_ring = ring(q_smem, CFG.Q_STAGES, roles)
+    q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
     # the producer takes work tiles too where a scheduler warp publishes them
-    takers: gl.constexpr = roles + 1 if CFG.SCHEDULER_WARP else roles
+    takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
     work = work_channel(DENSE_FIELDS, takers)
     if CFG.SCHEDULER_WARP:
         begun = barriers(1, 1).index(0)
@@ -535,7 +446,7 @@ def _attn_fwd_fp8_sm90_kernel(
 
     # The first role runs in the warps of the launch. The others have warps of their own: four for a
     # second consumer, one each for producer and scheduler.
-    if CFG.SCHEDULER_WARP and roles == 1:
+    if CFG.SCHEDULER_WARP and consumers == 1:
         gl.warp_specialize(
             [
                 (_consume, (consume, shared, 0, CFG)),
@@ -555,15 +466,6 @@ def _attn_fwd_fp8_sm90_kernel(
             ],
             [4, 1, 1],
             [registers, producer_registers, producer_registers],
-        )
-    elif roles == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [1],
-            [producer_registers],
         )
     else:
         gl.warp_specialize(

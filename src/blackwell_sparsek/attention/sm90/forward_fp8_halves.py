@@ -40,9 +40,7 @@ from ...device.records import SoftmaxState
 from ...device.softmax import raise_maximum, weights_below
 from .forward import mask_scores
 from .forward_fp8_parts import (
-    await_turn,
     cap_scaled,
-    end_turn,
     exponent_factor,
     packed_weights,
     tile_scale,
@@ -54,7 +52,7 @@ from .forward_stages import (
     EMPTY_V,
     FULL_K,
     FULL_V,
-    await_outputs,
+    ROWS,
     await_stage,
     free_stage,
     kv_slices,
@@ -66,6 +64,8 @@ from .forward_stages import (
 # two, and so exact; until it is raised again, none is more than twice as large.
 HEADROOM = gl.constexpr(7)
 SLACK = gl.constexpr(1)
+# KV tiles whose products the tensor cores add up before these join the sums.
+PRODUCT_TILES = gl.constexpr(2)
 
 
 class TileScales(NamedTuple):
@@ -104,17 +104,13 @@ class Weighed(NamedTuple):
 def start_half(queries, stages, stage, START: gl.constexpr, CFG: gl.constexpr):
     """Start the scores of the keys of a stage from START on."""
     keys: gl.constexpr = CFG.score_keys
-    rows: gl.constexpr = CFG.role_rows
-    nothing = gl.zeros([rows, keys], gl.float32, CFG.accumulator_layout(CFG.score_keys))
+    nothing = gl.zeros([ROWS, keys], gl.float32, CFG.accumulator_layout(CFG.score_keys))
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.score_keys, START)
     return start_scores(queries.q, k, nothing)
 
 
 @gluon.jit
-def weigh_half(
-    s, queries, stages, kv_tile, scale, state, START: gl.constexpr, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
+def weigh_half(s, queries, stages, kv_tile, scale, state, START: gl.constexpr, CFG: gl.constexpr):
     """Take the scores of the keys from START on into the softmax."""
     visit, score = queries.visit, queries.score
     s = cap_scaled(s, score, scale)
@@ -124,60 +120,33 @@ def weigh_half(
     top = maxima_parts(s) * exponents - HEADROOM
     top, raised = maxima_above(top, state.m_log2 + SLACK)
     m_log2, shift, rescale = raise_maximum(state.m_log2, top, 1.0, SLACK)
-    shift = await_turn(shift, GROUP, CFG)
     weights = weights_below(s, exponents, spread_parts(shift, s))
     row_sum = state.row_sum * rescale + row_parts(weights)
     # ptxas would sink the weights below the next wait, where they overlap with nothing
     pin_above(row_sum, stages.barriers, CFG.spare_at)
-    end_turn(GROUP, CFG)
     return Weighed(SoftmaxState(m_log2, row_sum), weights, rescale, raised)
 
 
 @gluon.jit
-def rescale_slices(slices, weighed):
-    """Sums of slices at the maxima of `weighed`."""
-    scaled = ()
-    for i in gl.static_range(len(slices)):
-        factor = spread_parts(weighed.rescale, slices[i])
-        raised = spread_parts(weighed.raised, slices[i])
-        scaled = scaled + (scale_rows(slices[i], factor, raised),)  # noqa: RUF005
-    return scaled
-
-
-@gluon.jit
-def add_slices(acc, products):
-    """acc + products, slice by slice."""
-    total = ()
-    for i in gl.static_range(len(acc)):
-        total = total + (acc[i] + products[i],)  # noqa: RUF005
-    return total
+def rescale_sums(sums, weighed):
+    """Sums at the maxima of `weighed`."""
+    factor = spread_parts(weighed.rescale, sums)
+    return scale_rows(sums, factor, spread_parts(weighed.raised, sums))
 
 
 @gluon.jit
 def start_products(words, stages, stage, products, use_acc, HALF: gl.constexpr, CFG: gl.constexpr):
     """Start adding the product of weights with their half of the values of a stage."""
-    slices: gl.constexpr = CFG.dv_slices
+    v = stages.v.index(stage * 2 + HALF).permute((1, 0))
     operand = weight_operand(words, CFG)
-    total = ()
-    for i in gl.static_range(slices):
-        v = stages.v.index((stage * slices + i) * 2 + HALF).permute((1, 0))
-        product = warpgroup_mma(operand, v, products[i], use_acc=use_acc, is_async=True)
-        total = total + (product,)  # noqa: RUF005
-    return total
-
-
-@gluon.jit
-def await_half(s, products):
-    """The scores of the next half and the products of the one before, once both have ended."""
-    done = warpgroup_mma_wait(0, deps=(s,) + products)  # noqa: RUF005
-    return done[0], done[1:]
+    return warpgroup_mma(operand, v, products, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
 def next_turn(weighed, s, products, acc, CFG: gl.constexpr):
     """What to carry on with the weights of a half, after the wait for what ran meanwhile."""
-    products = rescale_slices(products, weighed)
-    acc = rescale_slices(acc, weighed)
+    products = rescale_sums(products, weighed)
+    acc = rescale_sums(acc, weighed)
     # before the wait they would change registers that are operands
     words = packed_weights(weighed.weights, CFG)
     return Turn(s, words, products, acc, weighed.state)
@@ -188,18 +157,16 @@ def start_first_products(stages, place, turn, kv_tile, CFG: gl.constexpr):
     """Start the products of the first half of a tile; return these and the sums."""
     stage, phase = place
     acc = turn.acc
-    joins = kv_tile % CFG.PRODUCT_TILES == 0
+    joins = kv_tile % PRODUCT_TILES == 0
     if joins:
-        acc = add_slices(acc, turn.products)
+        acc += turn.products
     await_stage(stages, stage, phase, FULL_V, CFG)
     products = start_products(turn.words, stages, stage, turn.products, not joins, 0, CFG)
     return products, acc
 
 
 @gluon.jit
-def attend_tile(
-    queries, stages, kv_tile, step, scale, next_scale, turn, GROUP: gl.constexpr, CFG: gl.constexpr
-):
+def attend_tile(queries, stages, kv_tile, step, scale, next_scale, turn, CFG: gl.constexpr):
     """Take in the second half of the tile at `step`, and the first half of the one after it."""
     half: gl.constexpr = CFG.score_keys
     stage, phase = ring_place(step, CFG.STAGES)
@@ -208,16 +175,14 @@ def attend_tile(
     products, acc = start_first_products(stages, (stage, phase), turn, kv_tile, CFG)
     await_stage(stages, next_stage, next_phase, FULL_K, CFG)
     s = start_half(queries, stages, next_stage, 0, CFG)
-    weighed = weigh_half(turn.s, queries, stages, kv_tile, scale, turn.state, half, GROUP, CFG)
-    s, products = await_half(s, products)
+    weighed = weigh_half(turn.s, queries, stages, kv_tile, scale, turn.state, half, CFG)
+    s, products = warpgroup_mma_wait(0, deps=(s, products))
     turn = next_turn(weighed, s, products, acc, CFG)
 
     products = start_products(turn.words, stages, stage, turn.products, True, 1, CFG)
     s = start_half(queries, stages, next_stage, half, CFG)
-    weighed = weigh_half(
-        turn.s, queries, stages, kv_tile + 1, next_scale, turn.state, 0, GROUP, CFG
-    )
-    s, products = await_half(s, products)
+    weighed = weigh_half(turn.s, queries, stages, kv_tile + 1, next_scale, turn.state, 0, CFG)
+    s, products = warpgroup_mma_wait(0, deps=(s, products))
     turn = next_turn(weighed, s, products, turn.acc, CFG)
     free_stage(stages, stage, EMPTY_V, CFG)
     free_stage(stages, next_stage, EMPTY_K, CFG)
@@ -225,13 +190,10 @@ def attend_tile(
 
 
 @gluon.jit
-def attend_halves(
-    queries, stages, kv_tiles, step, scales, state, acc, q_empty, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
+def attend_halves(queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG: gl.constexpr):
     """Take in all KV tiles of a work tile, at least one; return the step after, state and sums.
 
-    `state` has seen no key. Arrives at `q_empty` when the queries are read.
+    `state` has seen no key; `acc` is one slice. Arrives at `q_empty` when the queries are read.
     """
     half: gl.constexpr = CFG.score_keys
     of_queries, k_scales, k_scale_ptr = scales
@@ -243,13 +205,13 @@ def attend_halves(
     await_stage(stages, stage, phase, FULL_K, CFG)
     s = warpgroup_mma_wait(0, deps=(start_half(queries, stages, stage, 0, CFG),))
     second = start_half(queries, stages, stage, half, CFG)
-    weighed = weigh_half(s, queries, stages, 0, scale, parts, 0, GROUP, CFG)
+    weighed = weigh_half(s, queries, stages, 0, scale, parts, 0, CFG)
     second = warpgroup_mma_wait(0, deps=(second,))
-    turn = next_turn(weighed, second, zero_outputs(CFG), acc, CFG)
+    turn = next_turn(weighed, second, zero_outputs(CFG)[0], acc[0], CFG)
     free_stage(stages, stage, EMPTY_K, CFG)
     for kv_tile in range(0, kv_tiles - 1):
         next_scale = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile + 1, CFG)
-        turn = attend_tile(queries, stages, kv_tile, step, scale, next_scale, turn, GROUP, CFG)
+        turn = attend_tile(queries, stages, kv_tile, step, scale, next_scale, turn, CFG)
         if CFG.K_BLOCKS:
             scale = next_scale
         step += 1
@@ -257,10 +219,11 @@ def attend_halves(
     mbarrier.arrive(q_empty, count=1)
     place = ring_place(step, CFG.STAGES)
     products, acc = start_first_products(stages, place, turn, kv_tiles - 1, CFG)
-    weighed = weigh_half(turn.s, queries, stages, kv_tiles - 1, scale, turn.state, half, GROUP, CFG)
-    turn = next_turn(weighed, (), await_outputs(products), acc, CFG)
+    weighed = weigh_half(turn.s, queries, stages, kv_tiles - 1, scale, turn.state, half, CFG)
+    products = warpgroup_mma_wait(0, deps=(products,))
+    turn = next_turn(weighed, (), products, acc, CFG)
     products = start_products(turn.words, stages, place[0], turn.products, True, 1, CFG)
-    acc = add_slices(turn.acc, await_outputs(products))
+    acc = turn.acc + warpgroup_mma_wait(0, deps=(products,))
     free_stage(stages, place[0], EMPTY_V, CFG)
     m_log2 = gl.convert_layout(gl.max(turn.state.m_log2, 1), state.m_log2.type.layout)
-    return step + 1, SoftmaxState(m_log2, turn.state.row_sum), acc
+    return step + 1, SoftmaxState(m_log2, turn.state.row_sum), (acc,)

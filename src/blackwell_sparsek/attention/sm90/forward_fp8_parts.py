@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.gluon.warps import warp_number
 from ...device.scores import cap
+from ...launch.descriptors import accumulator_layout
 from .forward_producer import tile_starts
-from .forward_stages import FIRST_NAMED_BARRIER
 
+# Of 16-bit operands, where that of the configuration is of operands in fp8.
+_wide_layout = gluon.constexpr_function(accumulator_layout)
 # Tokens that share a scale.
 SCALE_TOKENS = gl.constexpr(128)
 
@@ -58,7 +59,7 @@ def tile_scale(scale, k_scales, k_scale_ptr, visit, kv_tile, CFG: gl.constexpr):
 
 @gluon.jit
 def packed_weights(weights, CFG: gl.constexpr):
-    """Weights [rows, keys] rounded to e4m3, four neighbouring keys to a word.
+    """Weights [64, keys] rounded to e4m3, four neighbouring keys to a word.
 
     A loop that carries single bytes from tile to tile has a register for each of them. Threads
     exchange pairs of keys, which one thread holds before and after: half as many exchanges as for
@@ -67,7 +68,7 @@ def packed_weights(weights, CFG: gl.constexpr):
     rows: gl.constexpr = weights.shape[0]
     keys: gl.constexpr = weights.shape[1]
     # two bytes are to 16-bit operands what four are to those in fp8
-    of_pairs: gl.constexpr = gl.DotOperandLayout(0, CFG.pairs_layout(CFG.SLICE_DV), 2)
+    of_pairs: gl.constexpr = gl.DotOperandLayout(0, _wide_layout(CFG.SLICE_DV), 2)
     bits = weights.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     low, high = bits.reshape([rows, keys // 2, 2]).split()
     pairs = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
@@ -87,53 +88,3 @@ def weight_operand(words, CFG: gl.constexpr):
     odd = gl.join((words >> 8).to(gl.uint8), (words >> 24).to(gl.uint8))
     bits = gl.join(even, odd).reshape([rows, keys])
     return gl.convert_layout(bits.to(gl.float8e4nv, bitcast=True), operand, assert_trivial=True)
-
-
-# Turns at exponentials (EXP_TURNS): each of the two consumers has a named barrier, at which it
-# waits for its turn and the other arrives.
-_FIRST = gl.constexpr(FIRST_NAMED_BARRIER)
-_BEGIN = gl.constexpr(
-    f"{{ .reg .pred p; setp.ne.s32 p, $1, {FIRST_NAMED_BARRIER}; "
-    f"@p bar.arrive {FIRST_NAMED_BARRIER}, 256; mov.b32 $0, 0; }}"
-)
-_END = gl.constexpr(
-    f"{{ .reg .b32 t; sub.s32 t, {2 * FIRST_NAMED_BARRIER + 1}, $1; "
-    "bar.arrive t, 256; mov.b32 $0, 0; }"
-)
-
-
-@gluon.jit
-def own_barrier(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The barrier at which a consumer waits; those of one role have their warps to tell."""
-    return _FIRST + (warp_number() // 4 if CFG.ONE_ROLE else GROUP)
-
-
-@gluon.jit
-def begin_turns(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The second consumer lets the first have the first turn."""
-    if CFG.EXP_TURNS:
-        barrier = own_barrier(GROUP, CFG)
-        gl.inline_asm_elementwise(_BEGIN, "=r,r,~{memory}", [barrier], gl.int32, False, 1)
-
-
-@gluon.jit
-def await_turn(x, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Wait for this consumer's turn; what is computed from the result comes after.
-
-    The compiler moves arithmetic across a barrier unless it depends on it. `x` has two rows a
-    thread.
-    """
-    if CFG.EXP_TURNS:
-        barrier, _ = gl.broadcast(own_barrier(GROUP, CFG), x)
-        x = gl.inline_asm_elementwise(
-            *("bar.sync $4, 256;", "=f,=f,0,1,r,r,~{memory}", [x, barrier], gl.float32, False, 2)
-        )
-    return x
-
-
-@gluon.jit
-def end_turn(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Give the turn to the other consumer."""
-    if CFG.EXP_TURNS:
-        barrier = own_barrier(GROUP, CFG)
-        gl.inline_asm_elementwise(_END, "=r,r,~{memory}", [barrier], gl.int32, False, 1)

@@ -387,17 +387,17 @@ def copy_tile(
 @gluon.jit
 def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
     """Start the copies of the queries of a work tile, once there is room for them."""
-    roles: gl.constexpr = CFG.roles
+    consumers: gl.constexpr = CFG.CONSUMERS
     slices: gl.constexpr = CFG.d_slices
     stage = slot % CFG.Q_STAGES
     bar = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), ((slot // CFG.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, roles * slices * desc.block_type.nbytes)
-    for g in gl.static_range(roles):
-        row = q_tile * CFG.tile_m + g * CFG.role_rows
+    mbarrier.expect(bar, consumers * slices * desc.block_type.nbytes)
+    for g in gl.static_range(consumers):
+        row = q_tile * CFG.tile_m + g * ROWS
         for i in gl.static_range(slices):
             at = tile_at(place, row, i * CFG.SLICE_D)
-            async_load(desc, at, bar, ring.tiles.index((stage * roles + g) * slices + i))
+            async_load(desc, at, bar, ring.tiles.index((stage * consumers + g) * slices + i))
 
 
 @gluon.jit

@@ -159,9 +159,8 @@ def zero_outputs(CFG: gl.constexpr):
     """Accumulators of the outputs, one for each slice."""
     width: gl.constexpr = CFG.SLICE_DV
     slices: gl.constexpr = CFG.dv_slices
-    rows: gl.constexpr = CFG.role_rows
     acc = ()
     for _ in gl.static_range(slices):
-        zeros = gl.zeros([rows, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
+        zeros = gl.zeros([ROWS, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
         acc = acc + (zeros,)  # noqa: RUF005
     return acc

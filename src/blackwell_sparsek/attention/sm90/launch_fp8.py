@@ -107,6 +107,6 @@ def launch_attn_fwd_fp8_sm90(
             operands.score,
             config,
         )
-        options: dict[str, Any] = {"num_warps": 4 * config.groups, "maxnreg": config.MAX_REGISTERS}
+        options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         options |= hopper_options()
         launch(_attn_fwd_fp8_sm90_kernel, schedule.programs, args, **options)

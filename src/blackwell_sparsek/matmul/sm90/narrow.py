@@ -239,53 +239,68 @@ def _store(acc, first_row, first_col, output, CFG: gl.constexpr):
     gl.store(output.ptr + offsets, acc, mask=inside)
 
 
-@gluon.jit
-def _block_scales(scales, slots_ptr, width, slot, blocks, k, col, n_cols, CFG: gl.constexpr):
-    """Factors of the product of a block with TILE_N columns, from channel `k` on.
+# Scales are loaded a step before they are needed, and what is needed to find them a step before
+# that, as in `spmm_fp8.py`: the scales of step i + 1 and the blocks of step i + 2 while step i is
+# multiplied.
 
-    0 past the last block, and for columns and channels that do not exist: a block may end beyond x.
+
+@gluon.jit
+def _step_blocks(slots_ptr, width, step, blocks, CFG: gl.constexpr):
+    """Of each block of a step: its row in the values and the row of x that it meets.
+
+    Past the last block, a row of x that does not exist.
+    """
+    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
+    first = step // CFG.k_steps * CFG.STAGE_BLOCKS
+    found = ()
+    for b in gl.static_range(stage_blocks):
+        live = first + b < blocks
+        a_row = gl.load(slots_ptr + first + b, mask=live, other=0)
+        x_row = gl.load(slots_ptr + width + first + b, mask=live, other=_OUTSIDE)
+        found = found + ((a_row, x_row),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _step_scales(scales, step_blocks, step, col, n_cols, CFG: gl.constexpr):
+    """Of each block of a step: its scale, and those of TILE_N columns for its channels.
+
+    0 for columns and channels that do not exist: a block may end beyond x.
     """
     sums: gl.constexpr = CFG.accumulator_layout()
     along: gl.constexpr = gl.SliceLayout(1 if CFG.swapped else 0, sums)
     columns: gl.constexpr = CFG.x_rows
-    live = slot < blocks
-    entry = gl.load(slots_ptr + slot, mask=live, other=0) // CFG.BLOCK_H
-    group = (gl.load(slots_ptr + width + slot, mask=live, other=0) + k) // _SCALE_CHANNELS
     cols = col + gl.arange(0, columns, along)
-    offsets = cols.to(gl.int64) * scales.col_stride + group.to(gl.int64) * scales.group_stride
-    inside = (cols < n_cols) & live & (group < scales.groups)
-    of_x = gl.load(scales.x_ptr + offsets, mask=inside, other=0.0)
-    return of_x * gl.load(scales.block_ptr + entry, mask=live, other=0.0)
+    found = ()
+    for b in gl.static_range(len(step_blocks)):
+        a_row, x_row = step_blocks[b]
+        group = (x_row + step % CFG.k_steps * CFG.TILE_K) // _SCALE_CHANNELS
+        offsets = cols.to(gl.int64) * scales.col_stride + group.to(gl.int64) * scales.group_stride
+        exists = group < scales.groups
+        of_x = gl.load(scales.x_ptr + offsets, mask=(cols < n_cols) & exists, other=0.0)
+        of_block = gl.load(scales.block_ptr + a_row // CFG.BLOCK_H, mask=exists, other=0.0)
+        found = found + ((of_block, of_x),)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
-def _step_scales(scales, slots_ptr, width, step, blocks, col, n_cols, CFG: gl.constexpr):
-    """`_block_scales` of each block of a step of a tile."""
-    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
-    first = step // CFG.k_steps * CFG.STAGE_BLOCKS
-    k = step % CFG.k_steps * CFG.TILE_K
-    factors = ()
-    for b in gl.static_range(stage_blocks):
-        found = _block_scales(scales, slots_ptr, width, first + b, blocks, k, col, n_cols, CFG)
-        factors = factors + (found,)  # noqa: RUF005
-    return factors
-
-
-@gluon.jit
-def _add_scaled(acc, ring, stage, factors, CFG: gl.constexpr):
+def _add_scaled(acc, ring, stage, step_scales, CFG: gl.constexpr):
     """acc + the products of the blocks of a stage, each times its scales."""
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_width
     nothing = gl.zeros([_SUMS, sums_width], gl.float32, layout)
-    for b in gl.static_range(len(factors)):
+    for b in gl.static_range(len(step_scales)):
+        of_block, of_x = step_scales[b]
         a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
         x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
         if CFG.swapped:
             part = warpgroup_mma(x, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[b][:, None]
+            factors = of_x * of_block
+            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[:, None]
         else:
             part = warpgroup_mma(a, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[b][None, :]
+            factors = of_x * of_block
+            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[None, :]
     return acc
 
 
@@ -294,16 +309,19 @@ def _sum_scaled(
     acc, ring, scales, slots_ptr, width, begin, end, blocks, col, n_cols, CFG: gl.constexpr
 ):
     """The sums of a tile of operands in fp8."""
-    # one step ahead: a step takes as long as a load from L2
-    factors = _step_scales(scales, slots_ptr, width, 0, blocks, col, n_cols, CFG)
+    step_blocks = _step_blocks(slots_ptr, width, 0, blocks, CFG)
+    step_scales = _step_scales(scales, step_blocks, 0, col, n_cols, CFG)
+    step_blocks = _step_blocks(slots_ptr, width, 1, blocks, CFG)
     for step in range(begin, end):
         ahead = step + 1 - begin
-        following = _step_scales(scales, slots_ptr, width, ahead, blocks, col, n_cols, CFG)
+        blocks_after = _step_blocks(slots_ptr, width, ahead + 1, blocks, CFG)
+        next_scales = _step_scales(scales, step_blocks, ahead, col, n_cols, CFG)
         stage = step % CFG.STAGES
         mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-        acc = _add_scaled(acc, ring, stage, factors, CFG)
+        acc = _add_scaled(acc, ring, stage, step_scales, CFG)
         mbarrier.arrive(ring.empty.index(stage), count=1)
-        factors = following
+        step_scales = next_scales
+        step_blocks = blocks_after
     return acc
 
 

@@ -53,31 +53,48 @@ class Scales(NamedTuple):
     cols_ptr: Any  # int32 [nnzb], block column of each entry
 
 
-@gluon.jit
-def _step_scales(scales, tile, step, col, n_cols, CFG: gl.constexpr):
-    """The scales of a step of a work tile for each part of 64 tokens from `col` on.
+class Entry(NamedTuple):
+    """The stored block of a step: its block column and its scale."""
 
-    0 past the last step, and for tokens and channels that do not exist: a block may reach beyond x.
+    col: Any
+    scale: Any
+
+
+# A warp issues its instructions in order, so one that needs a loaded value waits for it, and all
+# that follow wait too. Each load is therefore made a step before the next one that needs it: the
+# block of step i + 2 and the scales of the tokens of step i + 1, while step i is multiplied.
+
+
+@gluon.jit
+def _entry(scales, tile, step, CFG: gl.constexpr):
+    """The block of a step of a work tile; past the last step any column, and a scale of 0."""
+    live = step < tile.steps
+    at = tile.begin + step // CFG.k_steps
+    col = gl.load(scales.cols_ptr + at, mask=live, other=0)
+    return Entry(col, gl.load(scales.block_ptr + at, mask=live, other=0.0))
+
+
+@gluon.jit
+def _token_scales(scales, block_col, step, col, n_cols, CFG: gl.constexpr):
+    """The scales of each part of 64 tokens from `col` on for the channels of a step.
+
+    0 for tokens and channels that do not exist: a block may reach beyond x.
     """
     parts: gl.constexpr = CFG.PARTS
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
-    live = step < tile.steps
-    entry = tile.begin + step // CFG.k_steps
-    block_col = gl.load(scales.cols_ptr + entry, mask=live, other=0)
-    of_block = gl.load(scales.block_ptr + entry, mask=live, other=0.0)
     group = (block_col * CFG.BLOCK_W + step % CFG.k_steps * CFG.TILE_K) // _SCALE_CHANNELS
     x_ptr = scales.x_ptr + group.to(gl.int64) * scales.group_stride
-    factors = ()
+    found = ()
     for i in gl.static_range(parts):
         tokens = col + i * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
         at = x_ptr + tokens.to(gl.int64) * scales.token_stride
-        of_x = gl.load(at, mask=(tokens < n_cols) & live & (group < scales.groups), other=0.0)
-        factors = factors + (of_x * of_block,)  # noqa: RUF005
-    return factors
+        of_x = gl.load(at, mask=(tokens < n_cols) & (group < scales.groups), other=0.0)
+        found = found + (of_x,)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
-def _add_step(sums, a, x_smem, first, factors, CFG: gl.constexpr):
+def _add_step(sums, a, x_smem, first, block_scale, token_scales, CFG: gl.constexpr):
     """The sums of each part plus its product with a tile of A, times the scales."""
     width: gl.constexpr = CFG.TILE_M
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
@@ -86,8 +103,9 @@ def _add_step(sums, a, x_smem, first, factors, CFG: gl.constexpr):
     for i in gl.static_range(len(sums)):
         x = x_smem.index(first + i)
         part = warpgroup_mma(x, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        factors = token_scales[i] * block_scale
         done = warpgroup_mma_wait(0, deps=(part,))
-        total = total + (sums[i] + done * factors[i][:, None],)  # noqa: RUF005
+        total = total + (sums[i] + done * factors[:, None],)  # noqa: RUF005
     return total
 
 
@@ -145,16 +163,21 @@ def _consume(output, ring, work, epilogue, scales, GROUP: gl.constexpr, CFG: gl.
         sums = ()
         for _i in gl.static_range(parts):
             sums = sums + (gl.zeros([_ROWS, width], gl.float32, layout),)  # noqa: RUF005
-        factors = _step_scales(scales, tile, 0, col, n_cols, CFG)
+        entry = _entry(scales, tile, 0, CFG)
+        next_entry = _entry(scales, tile, 1, CFG)
+        of_tokens = _token_scales(scales, entry.col, 0, col, n_cols, CFG)
         for i in range(tile.steps):
-            # looked up a step ahead, while the tensor cores have work
-            following = _step_scales(scales, tile, i + 1, col, n_cols, CFG)
+            entry_after = _entry(scales, tile, i + 2, CFG)
+            next_of_tokens = _token_scales(scales, next_entry.col, i + 1, col, n_cols, CFG)
             stage = step % CFG.STAGES
             mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
             first = stage * (CFG.tile_n // _ROWS) + GROUP * parts
-            sums = _add_step(sums, ring.a.index(stage), x_smem, first, factors, CFG)
+            a = ring.a.index(stage)
+            sums = _add_step(sums, a, x_smem, first, entry.scale, of_tokens, CFG)
             mbarrier.arrive(ring.empty.index(stage), count=1)
-            factors = following
+            entry = next_entry
+            next_entry = entry_after
+            of_tokens = next_of_tokens
             step += 1
         # rows of padding in the plan are negative, where TMA cannot store
         if tile.row >= 0:
