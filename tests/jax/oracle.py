@@ -49,8 +49,13 @@ def attention(q, k, v, visible, scale=None, softcap=None, sinks=None, to=as64):
 
 
 def gradients(q, k, v, visible, dout, dlse, scale=None, softcap=None, sinks=None, to=as64):
-    """dq, dk, dv and dsinks (None without sinks) of sum(out * dout) + sum(lse * dlse)."""
+    """dq, dk, dv and dsinks (None without sinks) of sum(out * dout) + sum(lse * dlse).
+
+    The plain formula has the output as it is kept, in the dtype of the queries.
+    """
     out, lse = attention(q, k, v, visible, scale, softcap, sinks, to)
+    if to is as32:
+        out = to(out.astype(q.dtype))
     q, k, v, dout = to(q), to(k), to(v), to(dout)
     batch, kv_heads = k.shape[:2]
     group = q.shape[1] // kv_heads

@@ -19,7 +19,6 @@ from ..core.env import IMPLS, default_impl
 from ..core.errors import Unsupported
 from ..core.torch_state import explaining, is_explaining
 from .model_report import ModelReport, report
-from .not_run_yet import not_run_yet as not_run_yet
 
 
 class Candidate(NamedTuple):

@@ -1,6 +1,7 @@
 """The forward kernel for Hopper under JAX: which calls it takes, and its launch."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -8,28 +9,19 @@ import jax
 
 from ..core.env import triton_interpreted
 from ..core.target import Arch
-from ..dispatch.not_run_yet import not_run_yet
 from ..launch.description import KernelLaunch
 from ..masks.band import EVERYTHING, Band
+from .attention_problem import Problem, problem_of
 from .batching import common_batch
 from .ffi import why_no_ffi
 from .kernel_calls import made
 
 
-class Problem(NamedTuple):
-    """The facts of a call that tiles depend on, named as in `calls.attention.AttnProblem`."""
+@dataclass(frozen=True, kw_only=True)
+class HopperProblem(Problem):
+    """With the facts that only this kernel asks for."""
 
-    arch: Arch
-    dtype: Any
-    batch: int
-    heads_q: int
-    heads_kv: int
-    max_q: int
-    max_k: int
-    head_dim: int
-    head_dim_v: int
     banded: bool
-    mask_block: tuple[int, int] | None
     softcap: bool
     positive: bool
     varlen: bool = False
@@ -37,7 +29,6 @@ class Problem(NamedTuple):
     tma: bool = True
     """Arrays of JAX are contiguous; rows of 8 elements or more are a condition of their own."""
     alibi: bool = False
-    bias: bool = False
     mask_per_kv_head: bool = False
 
 
@@ -49,24 +40,22 @@ def hopper_problem(
     band: Band,
     factors: tuple[float, float],
     arch: Arch,
-) -> Problem:
+) -> HopperProblem:
     """The facts of arrays [B, H, S, D], or of their descriptions.
 
     `block` is that of the mask; `factors` are scale and softcap, 0 for none.
     """
-    (batch, heads, sq, dim), (_, heads_kv, sk, _) = q.shape, k.shape
     scale, softcap = factors
-    return Problem(
-        *(arch, q.dtype, batch, heads, heads_kv, sq, sk, dim, v.shape[3]),
+    return HopperProblem(
+        **vars(problem_of(q, k, v, block, arch)),
         banded=band != EVERYTHING,
-        mask_block=block,
         softcap=softcap != 0.0,
         # under a softcap, the factor before the softmax is the softcap
         positive=scale > 0 or softcap > 0,
     )
 
 
-def why_not_sm90(problem: Problem) -> str | None:
+def why_not_sm90(problem: HopperProblem) -> str | None:
     """Why the kernel cannot run a call that the portable kernels can run, or None."""
     from ..attention.sm90.tuning import attn_fwd_sm90_unsupported
     from ..core.compat import why_no_gluon, why_no_launcher
@@ -81,15 +70,12 @@ def why_not_sm90(problem: Problem) -> str | None:
     )
 
 
-def passed_over(problem: Problem) -> str | None:
-    """Why "auto" does not take the kernel where it could run, or None.
-
-    Once `tests/jax/test_sm90_gpu.py` has passed on a GPU, leave out `not_run_yet`.
-    """
+def passed_over(problem: HopperProblem) -> str | None:
+    """Why "auto" does not take the kernel where it could run, or None."""
     from ..attention.sm90.tuning import attn_fwd_sm90_passed_over
 
     facts: Any = problem
-    return attn_fwd_sm90_passed_over(facts) or not_run_yet(facts)
+    return attn_fwd_sm90_passed_over(facts)
 
 
 def with_own_memory(inputs: Any) -> tuple[Any, ...]:

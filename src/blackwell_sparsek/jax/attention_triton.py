@@ -19,6 +19,7 @@ from ..dispatch.tuned import planned_for
 from ..launch.description import ArraySpec, KernelLaunch
 from ..masks.band import Band
 from .arrays import gradient_of
+from .attention_problem import problem_of
 from .attention_sm90 import plan_forward_sm90, with_own_memory
 from .batching import batch_of, common_batch, fold_axis, vmapped
 from .block_mask import BlockMask
@@ -53,29 +54,6 @@ class Lists(NamedTuple):
     bits_id: Any
 
 
-class Problem(NamedTuple):
-    """The facts of a call that tiles depend on, named as in `calls.attention.AttnProblem`."""
-
-    arch: Arch
-    dtype: Any
-    batch: int
-    heads_q: int
-    heads_kv: int
-    max_q: int
-    max_k: int
-    head_dim: int
-    head_dim_v: int
-    mask_block: tuple[int, int] | None
-    bias: bool = False
-
-
-def problem_of(q: Any, k: Any, v: Any, mask: BlockMask | None, arch: Arch) -> Problem:
-    """The facts of arrays [B, H, S, D], or of their descriptions."""
-    (batch, heads, sq, dim), sk = q.shape, k.shape[2]
-    block = None if mask is None else mask.block_size
-    return Problem(arch, q.dtype, batch, heads, k.shape[1], sq, sk, dim, v.shape[3], block)
-
-
 def why_not_triton(q: Any, k: Any, v: Any, mask: BlockMask | None, arch: Arch) -> str | None:
     """Why the kernels cannot run a problem on a GPU that could run others, or None."""
     from ..attention.triton.tuning import why_not_key_tiles, why_not_sizes
@@ -83,8 +61,12 @@ def why_not_triton(q: Any, k: Any, v: Any, mask: BlockMask | None, arch: Arch) -
     if mask is not None and not set(mask.block_size) <= set(BLOCK_SIZES):
         sides = ", ".join(map(str, BLOCK_SIZES))
         return f"needs a mask with block sides among {sides}, got {mask.block_size}"
-    problem: Any = problem_of(q, k, v, mask, arch)
+    problem: Any = problem_of(q, k, v, _block_of(mask), arch)
     return why_not_sizes(problem) or why_not_key_tiles(problem)
+
+
+def _block_of(mask: BlockMask | None) -> tuple[int, int] | None:
+    return None if mask is None else mask.block_size
 
 
 def forward_lists(mask: BlockMask) -> Lists:
@@ -168,7 +150,7 @@ def plan_forward(options: KernelOptions, call: Any, mask: BlockMask | None) -> l
 
     if options.hopper:
         return [plan_forward_sm90(call, options.arch)]
-    problem: Any = problem_of(call.q, call.k, call.v, mask, options.arch)
+    problem: Any = problem_of(call.q, call.k, call.v, _block_of(mask), options.arch)
     out = made("out", "output", (*call.q.shape[:3], call.v.shape[3]), call.q.dtype)
     lse = made("lse", "output", call.q.shape[:3], jnp.float32)
     with planned_for(options.device_name):
@@ -187,7 +169,7 @@ def plan_backward(
     from ..attention.triton.delta import plan_attn_delta, plan_sink_gradients, sink_parts
     from ..attention.triton.tuning import attn_dkdv_config, attn_dq_config
 
-    problem: Any = problem_of(call.q, call.k, call.v, mask, options.arch)
+    problem: Any = problem_of(call.q, call.k, call.v, _block_of(mask), options.arch)
     out, lse, dout, dlse = results
     delta = made("delta", "scratch", lse.shape, lse.dtype)
     gradients = SimpleNamespace(

@@ -2,8 +2,8 @@
 
 In a loop, every call takes the result of the one before as its queries, so that no compiler can
 leave one out; the figure is the time of the loop over the number of its calls. Of one call, it is
-the time until its result is there, with what the host does before and after. Kernels of the same
-tiles are `bsk_jax` and `bsk_triton`, and `bsk_jax_sm90` and `bsk` on Hopper.
+the time until its result is there, with what the host does before and after. `bsk_jax` and `bsk`
+launch the same kernels, and so do `bsk_jax_triton` and `bsk_triton`.
 """
 
 import time
@@ -25,7 +25,7 @@ from .attention_problem import Attention, AttentionInputs
 CALLS = 50
 # Calls in the body of a loop of XLA: with one alone, its result is copied to where the next reads.
 UNROLLED = 2
-OURS_JAX, OURS_TRITON, OURS_SM90 = "bsk_jax", "bsk_triton", "bsk_jax_sm90"
+OURS_JAX, OURS_JAX_TRITON, OURS_TRITON = "bsk_jax", "bsk_jax_triton", "bsk_triton"
 DPA, DPA_CUDNN = "jax_dpa", "jax_dpa_cudnn"
 
 
@@ -47,15 +47,6 @@ def _why_no_jax() -> str | None:
 def _why_no_kernels() -> str | None:
     missing = None if find_spec("jax_triton") else "jax-triton is not installed"
     return missing or _why_no_jax()
-
-
-def _why_no_hopper() -> str | None:
-    import jax
-
-    if (reason := _why_no_kernels()) is not None:
-        return reason
-    capability = getattr(jax.devices()[0], "compute_capability", "none")
-    return None if capability == "9.0" else f"needs compute capability 9.0, got {capability}"
 
 
 def _contender(calls: Calls, loop: Callable[[int], Any]) -> Contender:
@@ -147,15 +138,15 @@ def _dot_product_attention(calls: Calls, implementation: str) -> Contender:
 PEERS = {
     OURS_JAX: Peer(
         OURS_JAX,
+        "blackwell_sparsek.jax, impl auto",
+        lambda x: _ours(x, "auto"),
+        _why_no_kernels,
+    ),
+    OURS_JAX_TRITON: Peer(
+        OURS_JAX_TRITON,
         "blackwell_sparsek.jax, impl triton",
         lambda x: _ours(x, "triton"),
         _why_no_kernels,
-    ),
-    OURS_SM90: Peer(
-        OURS_SM90,
-        "blackwell_sparsek.jax, impl sm90",
-        lambda x: _ours(x, "sm90"),
-        _why_no_hopper,
     ),
     OURS: Peer(OURS, "torch, impl auto", lambda x: _in_torch(x, "auto")),
     OURS_TRITON: Peer(OURS_TRITON, "torch, impl triton", lambda x: _in_torch(x, "triton")),
