@@ -86,7 +86,7 @@ FOR_JAX |= {"masks/band.py", "_version.py"}
 FOR_JAX |= {f"launch/{name}.py" for name in ("described", "description", "descriptors", "driver")}
 FOR_JAX |= {f"launch/{name}.py" for name in ("parameters", "prepared", "signature")}
 # Kernels, with their planners and tiles.
-FOR_JAX |= {"dispatch/tuned.py", "dispatch/not_run_yet.py", "attention/operands.py"}
+FOR_JAX |= {"dispatch/tuned.py", "attention/operands.py"}
 FOR_JAX |= {f"attention/triton/{name}.py" for name in ("forward", "backward", "delta", "tuning")}
 FOR_JAX |= {f"attention/sm90/{name}.py" for name in ("config", "forward", "forward_plan")}
 FOR_JAX |= {f"attention/sm90/{name}.py" for name in ("forward_producer", "schedule", "tuning")}

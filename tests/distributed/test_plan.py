@@ -1,12 +1,18 @@
 import itertools
+import json
+import tracemalloc
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.distributed import Band, Plan, Shapes, balance, traffic
 from blackwell_sparsek.distributed.plan import tile_work
 from blackwell_sparsek.distributed.visible import Visible
+
+from .. import fuzzing
 
 DOCUMENTS = torch.tensor([0, 300, 5000, 5100, 9000, 16384, 20000, 32768], dtype=torch.int32)
 
@@ -135,6 +141,70 @@ def test_what_is_not_a_plan_is_refused(text, message):
     text = text.replace("KIND", kind + work).replace("'", '"')
     with pytest.raises(bsk.InvalidInput, match=message):
         Plan.from_json(text)
+
+
+SAVED = json.loads(Plan(48, 16, ((0, 2), (1,)), (1.0, 2.0)).to_json())
+
+
+def assert_refused_or_used(content):
+    """Whether this is a plan; if not, one short sentence says so."""
+    try:
+        plan = Plan.from_json(content)
+    except bsk.InvalidInput as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) < 1000
+        return False
+    assert plan.imbalance >= 1 and Plan.from_json(plan.to_json()) == plan
+    assert sum(plan.lengths) == plan.seq_length == plan.join_index().numel()
+    assert [plan.positions(rank).numel() for rank in range(plan.world_size)] == [*plan.lengths]
+    return True
+
+
+def test_any_wrong_value_is_refused_or_makes_a_plan():
+    counts = [0, 0]
+    for place in fuzzing.places(SAVED):
+        for value in [*fuzzing.ODD, 2**30, 2**40, 1e308]:
+            text = fuzzing.as_text(fuzzing.replaced(SAVED, place, value))
+            try:
+                counts[assert_refused_or_used(text)] += 1
+            except Exception as error:
+                raise AssertionError(f"{value!r} at {place}") from error
+    assert min(counts) > 10
+
+
+@settings(max_examples=200)
+@given(
+    content=st.binary(max_size=60)
+    | fuzzing.values.map(lambda x: fuzzing.as_text(x).encode())
+    | fuzzing.changed(SAVED).map(lambda x: fuzzing.as_text(x).encode())
+)
+def test_any_other_content_is_refused_or_makes_a_plan(content):
+    assert_refused_or_used(content)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b'{"format": "\xff\xfe"}')
+    with pytest.raises(bsk.InvalidInput, match="text is not JSON"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("depth", [300, 100_000])
+def test_deep_nesting_is_refused(depth):
+    assert not assert_refused_or_used(fuzzing.nested(depth))
+
+
+def test_a_short_file_that_claims_a_long_sequence_takes_no_memory():
+    text = fuzzing.as_text({**SAVED, "seq_length": 2**40})
+    tracemalloc.start()
+    try:
+        with pytest.raises(bsk.InvalidInput, match=r"not a partition; .* at fault \[3, 4, "):
+            Plan.from_json(text)
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+    one = Plan(20, 2**40, ((0,),))
+    assert one.positions(0).tolist() == list(range(20))
+    assert one.blocks(0, 16).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

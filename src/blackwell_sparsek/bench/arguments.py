@@ -22,6 +22,18 @@ DTYPES = "float16", "bfloat16", "float32"
 CACHE_DTYPES = *DTYPES, "float8_e4m3fn"
 
 
+_LARGEST = 2**63 - 1
+"""What torch takes as a size."""
+
+
+def whole(text: str) -> int | None:
+    """The number that `text` writes in digits, or None if it is no size."""
+    # `isdecimal`, since "²" is a digit to Python, and no number; short, since int() has a limit
+    if not text.isdecimal() or len(text) > len(str(_LARGEST)):
+        return None
+    return number if 0 < (number := int(text)) <= _LARGEST else None
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1, as the type of an option.
 
@@ -30,9 +42,9 @@ def positive(text: str) -> int:
     >>> positive("8")
     8
     """
-    if not (text.isdecimal() and int(text) > 0):
+    if (number := whole(text)) is None:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number of 1 or more")
-    return int(text)
+    return number
 
 
 def seconds(text: str) -> float:
@@ -55,9 +67,9 @@ def architecture(text: str) -> int:
     (90, 80)
     """
     digits = text.removeprefix("sm_").rstrip("a")
-    if not digits.isdecimal() or int(digits) not in ALL_ARCHS:
+    if (number := whole(digits)) is None or number not in ALL_ARCHS:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected one of {known_architectures()}")
-    return int(digits)
+    return number
 
 
 def known_architectures() -> str:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = run(args)
     except BskError as error:
         text = str(error)
-        print(text if text.startswith("bsk ") else f"bsk: {text}", file=sys.stderr)
+        _complain(text if text.startswith("bsk ") else f"bsk: {text}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -37,9 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:  # such as a folder that cannot be written to
         where = f"{error.filename}: " if error.filename else ""
-        print(f"bsk: {where}{error.strerror or error}", file=sys.stderr)
+        _complain(f"bsk: {where}{error.strerror or error}")
         return 2
     return status
+
+
+def _complain(text: str) -> None:
+    # imports torch, which help and mistakes in arguments do without
+    from .report.tables import printable
+
+    # files have the names that strangers gave them
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,12 @@ def check_finite(op: str, arg: str, value: float) -> None:
         raise InvalidInput(message(op, arg, "must be finite", "a finite number", value))
 
 
+def check_flag(op: str, arg: str, value: Any) -> None:
+    """`value` must be True or False."""
+    if not isinstance(value, bool):
+        raise InvalidType(message(op, arg, "is not a bool", "bool", type(value).__name__))
+
+
 def check_choice(op: str, arg: str, value: Any, allowed: Sequence[Any]) -> None:
     """`value` must be one of `allowed`."""
     if value not in allowed:

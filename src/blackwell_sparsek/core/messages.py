@@ -3,4 +3,18 @@
 
 def message(op: str, arg: str, problem: str, expected: object, got: object) -> str:
     """One error line in the grammar of this package."""
-    return f"{op}: {arg} {problem}; expected {expected}, got {got}"
+    return f"{op}: {arg} {problem}; expected {expected}, got {_line(got)}"
+
+
+_LONGEST = 500
+
+
+def _line(got: object) -> str:
+    """What was given, as one short line: it may come from a file of a stranger."""
+    try:
+        text = str(got)
+    except ValueError:  # an int with more digits than Python writes
+        return f"a {type(got).__name__} too large to show"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

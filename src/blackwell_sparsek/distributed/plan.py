@@ -27,6 +27,12 @@ DEFAULT_TILE = 128
 GOOD_ENOUGH = 1.02
 """An imbalance at which fewer runs of tokens, so less communication, count for more."""
 
+_LONGEST = 2**40
+"""Tokens of a sequence; positions and their products with sizes stay within int64."""
+
+_MOST_WORK = 1e200
+"""Sums over ranks stay finite."""
+
 _FORMAT = "blackwell_sparsek.distributed.Plan/1"
 
 
@@ -66,8 +72,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         op = "Plan"
-        check_count(op, "seq_length", self.seq_length)
-        check_count(op, "tile", self.tile, at_least=SMALLEST_TILE)
+        check_count(op, "seq_length", self.seq_length, at_most=_LONGEST)
+        check_count(op, "tile", self.tile, at_least=SMALLEST_TILE, at_most=_LONGEST)
         if self.tile % SMALLEST_TILE:
             expected = f"a multiple of {SMALLEST_TILE}"
             raise InvalidInput(
@@ -85,11 +91,12 @@ class Plan:
                 )
         count = cdiv(self.seq_length, self.tile)
         listed = sorted(t for owned in self.tiles for t in owned)
-        if listed != list(range(count)):
-            wrong = sorted({*range(count)} ^ {*listed}) or _repeated(listed)
+        # never `count` numbers: a short file may claim a long sequence
+        if len(listed) != count or any(t != place for place, t in enumerate(listed)):
+            wrong = _first_wrong(listed, count)
             expected = f"each of the {count} tiles once"
             raise InvalidInput(
-                message(op, "tiles", "are not a partition", expected, f"tiles at fault {wrong[:8]}")
+                message(op, "tiles", "are not a partition", expected, f"tiles at fault {wrong}")
             )
         if not self.work:
             lengths = tuple(float(self._tokens(owned)) for owned in self.tiles)
@@ -97,8 +104,9 @@ class Plan:
         if len(self.work) != len(self.tiles):
             expected = f"{len(self.tiles)} numbers"
             raise InvalidInput(message(op, "work", "has a wrong length", expected, len(self.work)))
-        if any(not w >= 0 or w == float("inf") for w in self.work):
-            raise InvalidInput(message(op, "work", "is out of range", "numbers >= 0", self.work))
+        if any(not 0 <= w <= _MOST_WORK for w in self.work):
+            expected = f"numbers from 0 to {_MOST_WORK}"
+            raise InvalidInput(message(op, "work", "is out of range", expected, self.work))
         # equality and hashing need tuples, whatever sequences came
         object.__setattr__(self, "tiles", tuple(tuple(owned) for owned in self.tiles))
         object.__setattr__(self, "work", tuple(float(w) for w in self.work))
@@ -274,8 +282,10 @@ class Plan:
         """The blocks of `block` tokens that a rank owns, ascending, int64; they fit its tiles."""
         per_tile = self.tile // block
         tiles = torch.tensor(self.tiles[rank], dtype=torch.int64)
-        found = (tiles[:, None] * per_tile + torch.arange(per_tile)).flatten()
-        return found[found < cdiv(self.seq_length, block)]
+        count = cdiv(self.seq_length, block)
+        # the only tile of a sequence may be far longer than it
+        found = (tiles[:, None] * per_tile + torch.arange(min(per_tile, count))).flatten()
+        return found[found < count]
 
     def check_world(self, op: str, size: int) -> None:
         """Raise unless this plan is for `size` ranks."""
@@ -288,12 +298,12 @@ class Plan:
         return json.dumps({**state, "tiles": self.tiles, "work": self.work})
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
+    def from_json(cls, text: str | bytes) -> "Plan":
         """The plan that `to_json` wrote; anything else is refused."""
         op = "Plan.from_json"
         try:
             state = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(message(op, "text", "is not JSON", "a saved plan", error)) from None
         names = {"format", "seq_length", "tile", "tiles", "work"}
         if not isinstance(state, dict) or set(state) != names or state["format"] != _FORMAT:
@@ -313,8 +323,9 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read and check a plan that `save` wrote."""
-        with open(path, encoding="utf-8") as file:
+        """Read and check a plan that `save` wrote; a missing file is an `OSError`, as usual."""
+        with open(path, "rb") as file:
+            # bytes: what is not UTF-8 is refused as what is not JSON
             return cls.from_json(file.read())
 
     def _tokens(self, owned: Iterable[int]) -> int:
@@ -336,12 +347,19 @@ class Plan:
 def _token_index(plan: Plan, rank: int) -> torch.Tensor:
     """Positions of the tokens of a rank, int64; not to be written to."""
     starts = torch.tensor(plan.tiles[rank], dtype=torch.int64) * plan.tile
-    found = (starts[:, None] + torch.arange(plan.tile)).flatten()
+    # the only tile of a sequence may be far longer than it
+    found = (starts[:, None] + torch.arange(min(plan.tile, plan.seq_length))).flatten()
     return found[found < plan.seq_length]
 
 
-def _repeated(listed: list[int]) -> list[int]:
-    return sorted({a for a, b in pairwise(listed) if a == b})
+def _first_wrong(listed: list[int], count: int) -> list[int]:
+    """The first tiles that sorted `listed` repeats, lacks, or that are none of `count`."""
+    wrong = {a for a, b in pairwise(listed) if a == b}
+    wrong |= {t for t in listed if not 0 <= t < count}
+    present = {*listed}
+    # one of the first len(listed) + 8 is among them, if any is
+    wrong |= {t for t in range(min(count, len(listed) + 8)) if t not in present}
+    return sorted(wrong)[:8]
 
 
 def balance(

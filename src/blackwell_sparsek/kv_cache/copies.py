@@ -45,7 +45,8 @@ def loaded_tensors(cache: str, state: Any, keys: tuple[str, ...], *, paged: bool
     """The tensors of a state, which has besides them exactly `keys`."""
     expected = sorted((*TENSORS, *keys))
     if not isinstance(state, dict) or sorted(map(str, state)) != expected:
-        raise malformed(cache, "state", expected, state if state is None else sorted(state))
+        got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise malformed(cache, "state", expected, got)
     tensors = {name: state[name] for name in TENSORS}
     for name in ("k", "v"):
         x = tensors[name]
@@ -84,9 +85,9 @@ def saved_book(cache: str, saved: Any, num_pages: int, page_size: int) -> Sequen
     if not isinstance(saved, dict) or sorted(map(str, saved)) != names:
         raise malformed(cache, "book", names, type(saved).__name__)
     for name in ("max_pages", "max_sequences"):
-        check_count(cache, name, saved[name], at_least=1)
+        check_count(cache, name, saved[name], at_least=1, at_most=2**31 - 1)
     check_ints(cache, "max_pages", [saved["max_pages"]], 1, range(1, num_pages + 1))
-    check_count(cache, "next_id", saved["next_id"], at_least=0)
+    check_count(cache, "next_id", saved["next_id"], at_most=2**63 - 1)
     sequences = saved["sequences"]
     if not isinstance(sequences, dict):
         raise malformed(cache, "sequences", "a dict", type(sequences).__name__)

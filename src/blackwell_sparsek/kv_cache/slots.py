@@ -12,6 +12,7 @@ import torch
 from ..calls.cache import CacheProblem, SlotsCall
 from ..core.checks import (
     check_dtype,
+    check_flag,
     check_last_dim_contiguous,
     check_rank,
     check_same_device,
@@ -103,9 +104,7 @@ def _parts(rotary: Any) -> tuple[Any, Any, bool]:
     if not isinstance(rotary, Rotary):
         got = type(rotary).__name__
         raise InvalidType(message(_OP, "rotary", "is of a wrong class", "bsk.Rotary", got))
-    if not isinstance(rotary.interleaved, bool):
-        got = type(rotary.interleaved).__name__
-        raise InvalidType(message(_OP, "rotary.interleaved", "is not a bool", "bool", got))
+    check_flag(_OP, "rotary.interleaved", rotary.interleaved)
     return rotary.cos, rotary.sin, rotary.interleaved
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_choice, check_dtype, check_has_data, check_tensor, message
+from ..core.checks import check_dtype, check_flag, check_has_data, check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
@@ -16,6 +16,7 @@ from .check import (
     IntPair,
     check_block_size,
     check_count,
+    check_layout,
     check_lists,
     check_made_for,
     check_seq_lengths,
@@ -661,11 +662,16 @@ class BlockMask:
             problem = "does not fit"
             raise InvalidInput(message(op, f"the state of a saved {op}", problem, names, got))
         lists, bits = BlockLists(*(state[name] for name in BlockLists._fields)), state["bits"]
-        batch, heads = (check_count(op, name, state[name]) for name in ("batch", "heads"))
+        batch, heads = (
+            check_count(op, name, state[name], at_most=2**31 - 1) for name in ("batch", "heads")
+        )
         seq = check_seq_lengths(op, state["seq_lengths"])
         block = check_block_size(op, state["block_size"])
-        check_choice(op, "any_length", state["any_length"], (False, True))
-        if not (isinstance(bits, torch.Tensor) and bits.is_meta):
+        check_flag(op, "any_length", state["any_length"])
+        if isinstance(bits, torch.Tensor) and bits.is_meta:
+            # real lists beside bits without data would be followed unchecked
+            check_layout(op, lists, bits, batch * heads * cdiv(seq[0], block[0]), block)
+        else:
             check_lists(op, lists, bits, batch * heads, seq, block)
         if bits.is_inference():
             lists, bits = BlockLists(*(x.clone() for x in lists)), bits.clone()

@@ -44,12 +44,16 @@ def check_seq_lengths(op: str, seq_lengths: Any) -> IntPair:
     return pair
 
 
-def check_count(op: str, arg: str, value: Any, at_least: int = 0) -> int:
-    """Check that `value` is a plain int, and at least `at_least`."""
+def check_count(
+    op: str, arg: str, value: Any, at_least: int = 0, at_most: int | None = None
+) -> int:
+    """Check that `value` is a plain int from `at_least` to `at_most`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
     if value < at_least:
         raise InvalidInput(message(op, arg, "is too small", f"at least {at_least}", value))
+    if at_most is not None and value > at_most:
+        raise InvalidInput(message(op, arg, "is too large", f"at most {at_most}", value))
     return value
 
 
@@ -81,21 +85,20 @@ def check_lists(
     `seq` and `block` are lengths and block sides in (row, column) order of these lists.
     """
     rows_per_mask, num_cols = cdiv(seq[0], block[0]), cdiv(seq[1], block[1])
-    _check_shapes(op, lists, bits, masks * rows_per_mask, block)
+    check_layout(op, lists, bits, masks * rows_per_mask, block)
+    check_has_data(op, "indptr", lists.indptr)
     _check_pointers(op, lists)
     _check_entries(op, lists, bits.shape[0], num_cols)
     _check_edges(op, lists, bits, rows_per_mask, seq, block)
 
 
-def _check_shapes(
-    op: str, lists: BlockLists, bits: torch.Tensor, rows: int, block: IntPair
-) -> None:
+def check_layout(op: str, lists: BlockLists, bits: torch.Tensor, rows: int, block: IntPair) -> None:
+    """Check types, devices and shapes, which tensors without data have as well."""
     named = {**lists._asdict(), "bits": bits}
     for arg, x in named.items():
         check_tensor(op, arg, x)
         check_dtype(op, arg, x, [torch.int32])
     check_same_device(op, named)
-    check_has_data(op, "indptr", lists.indptr)
     check_shape(op, "indptr", lists.indptr, [rows + 1])
     check_shape(op, "partial_end", lists.partial_end, [rows])
     check_shape(op, "indices", lists.indices, [lists.indices.numel()])

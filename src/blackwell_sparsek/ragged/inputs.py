@@ -25,6 +25,7 @@ from ..core.checks import (
     check_choice,
     check_derivatives,
     check_dtype,
+    check_flag,
     check_last_dim_contiguous,
     check_rank,
     check_same_device,
@@ -115,9 +116,7 @@ def ragged_call(
     for arg, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_cache_scale(op, arg, factor, heads, k)
     check_choice(op, "align", align, ALIGNMENTS)
-    if not isinstance(batch_invariant, bool):
-        got = type(batch_invariant).__name__
-        raise InvalidType(message(op, "batch_invariant", "is not a bool", "bool", got))
+    check_flag(op, "batch_invariant", batch_invariant)
     if out is not None:
         shape = [*q.shape[:2], v.shape[-1]]
         check_out(op, out, shape, {"q": q, "k": k, "v": v})

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.checks import check_same_device, check_shape, message
+from ..core.checks import (
+    check_dtype,
+    check_flag,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ..core.errors import InvalidInput
 from ..core.fp8 import E4M3
 from . import convert as bsr_convert
@@ -377,9 +384,12 @@ device=cpu)
         checked_state(op, state, (*names, "descale") if scaled else names)
         self._pattern, self._storage = BSRPattern.__new__(BSRPattern), state["storage"]
         self._pattern._load(op, state)
-        self._is_transposed = bool(state["is_transposed"])
+        check_flag(op, "is_transposed", state["is_transposed"])
+        self._is_transposed = state["is_transposed"]
         self._stored_descale = state.get("descale")
-        if scaled and isinstance(self._storage, torch.Tensor):
+        if scaled:
+            check_tensor(op, "storage", self._storage)
+            check_dtype(op, "storage", self._storage, (torch.uint8,))
             self._storage = self._storage.view(E4M3)
         check_values(op, self._storage, self._stored_descale)
         check_same_device(op, {"data": self._storage, "indices": self._pattern.indices})

@@ -9,7 +9,7 @@ from ..core.checks import message
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
-from .validate import check_metadata, check_pair
+from .validate import check_index_tensors, check_metadata, check_pair
 
 
 def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
@@ -264,7 +264,10 @@ class BSRPattern:
         shape = check_pair(op, "shape", state["shape"], 0)
         block_shape = check_pair(op, "block_shape", state["block_shape"], 1)
         indptr, indices = state["indptr"], state["indices"]
-        if not (isinstance(indptr, torch.Tensor) and indptr.is_meta):
+        if isinstance(indptr, torch.Tensor) and indptr.is_meta:
+            # real indices beside an indptr without data would be followed unchecked
+            check_index_tensors(op, indptr, indices)
+        else:
             check_metadata(op, indptr, indices, shape, block_shape)
         self._build(indptr.to(torch.int32), indices.to(torch.int32), shape, block_shape)
 

@@ -78,14 +78,7 @@ def check_metadata(
     block_shape: tuple[int, int],
 ) -> None:
     """Check `indptr` and `indices`, including their contents (one synchronisation)."""
-    for arg, x in (("indptr", indptr), ("indices", indices)):
-        check_tensor(op, arg, x)
-        check_dtype(op, arg, x, INDEX_DTYPES)
-        check_rank(op, arg, x, "[n]")
-    if indptr.dtype != indices.dtype:
-        got = f"indptr {indptr.dtype}, indices {indices.dtype}"
-        raise InvalidType(message(op, "indptr/indices", "have different dtypes", "one dtype", got))
-    check_same_device(op, {"indptr": indptr, "indices": indices})
+    check_index_tensors(op, indptr, indices)
     check_has_data(op, "indptr", indptr)
     rows, cols = cdiv(shape[0], block_shape[0]), cdiv(shape[1], block_shape[1])
     if indptr.numel() != rows + 1:
@@ -96,6 +89,18 @@ def check_metadata(
             message(op, "indices", "is too long", f"at most {MAX_INDEX}", indices.numel())
         )
     _check_contents(op, indptr.to(torch.int64), indices.to(torch.int64), cols)
+
+
+def check_index_tensors(op: str, indptr: Any, indices: Any) -> None:
+    """Check types, ranks and devices, which tensors without data have as well."""
+    for arg, x in (("indptr", indptr), ("indices", indices)):
+        check_tensor(op, arg, x)
+        check_dtype(op, arg, x, INDEX_DTYPES)
+        check_rank(op, arg, x, "[n]")
+    if indptr.dtype != indices.dtype:
+        got = f"indptr {indptr.dtype}, indices {indices.dtype}"
+        raise InvalidType(message(op, "indptr/indices", "have different dtypes", "one dtype", got))
+    check_same_device(op, {"indptr": indptr, "indices": indices})
 
 
 def _first(bad: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             found = compare(*read_both(old, new), force=args.force)
         except InvalidInput as error:  # the other files of a folder can still be compared
-            text = str(error)
+            text = printable(error)
             print(text if text.startswith("bsk ") else f"bsk compare: {text}", file=sys.stderr)
             unknown += 1
             continue
@@ -196,7 +196,7 @@ def _told(found: Comparison, old: pathlib.Path, new: pathlib.Path) -> int:
     for change in found.of("gone"):
         print(f"GONE    {change}")
     if not found.changes:
-        print(f"NOTHING {new}: no time of ours that {old} has as well")
+        print(printable(f"NOTHING {new}: no time of ours that {old} has as well"))
     same = len(found.of("same"))
-    print(f"{new}: {len(found.changes)} times compared, {same} within the noise")
+    print(f"{printable(new)}: {len(found.changes)} times compared, {same} within the noise")
     return len(found.of("slower")) + len(found.of("gone")) + (not found.changes)

@@ -16,10 +16,11 @@ from ... import BSRMatrix, attention, attention_decode, explain, masks, matmul
 from ...core.arch import Arch, arch_of
 from ...core.compat import why_no_gluon, why_torch_misses_gpu, why_triton_fails
 from ...core.env import config_dir, triton_cache_dir, triton_overrides
-from ...core.errors import InvalidInput
+from ...core.errors import BskError, InvalidInput
 from ...dispatch.dispatcher import how_launched
 from ...kv_cache.memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
 from ...sparse.matrix import BSRPattern
+from ..arguments import whole
 from ..machine import describe_environment, source_commit
 from ..suites import SUITES
 from ..support import KERNELS, verdict
@@ -161,13 +162,13 @@ def sizes(option: str, text: str, count: int) -> list[int]:
     >>> sizes("--block", "128x64", 2)
     [128, 64]
     """
-    parts = text.lower().split("x")
-    if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
+    found = [number for part in text.lower().split("x") if (number := whole(part)) is not None]
+    if len(found) != count or text.lower().count("x") != count - 1:
         example = {2: "64x64", 4: "1x16x4096x128"}[count]
         raise InvalidInput(
             f"bsk explain: {option} is {text!r}; expected {count} sizes such as {example}"
         )
-    return [int(part) for part in parts]
+    return found
 
 
 def _device(args: argparse.Namespace) -> torch.device:
@@ -181,7 +182,9 @@ def _within_memory() -> Iterator[None]:
     """Report operands too large to allocate as invalid input: `explain` needs them, unfilled."""
     try:
         yield
-    except RuntimeError as error:
+    except BskError:
+        raise
+    except (RuntimeError, TypeError) as error:  # a TypeError: the product of two is no size
         first = str(error).splitlines()[0]
         raise InvalidInput(f"bsk explain: these sizes cannot be allocated here: {first}") from error
 
@@ -259,7 +262,8 @@ def run_memory(args: argparse.Namespace) -> int:
 
 
 def _model_of(args: argparse.Namespace) -> KVModel:
-    query, _, kv = args.heads.partition(":")
-    if not (query.isdigit() and (kv or query).isdigit()):
+    first, _, second = args.heads.partition(":")
+    query, kv = whole(first), whole(second or first)
+    if query is None or kv is None:
         raise InvalidInput(f"bsk memory: --heads is {args.heads!r}; expected such as 32:8")
-    return KVModel("this model", args.layers, int(query), int(kv or query), args.head_dim)
+    return KVModel("this model", args.layers, query, kv, args.head_dim)

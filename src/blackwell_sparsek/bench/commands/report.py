@@ -8,6 +8,7 @@ from ...core.errors import InvalidInput
 from .. import results
 from ..report import markdown as tables
 from ..report.page import page
+from ..report.tables import printable
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
             documents.append(results.read(path))
         except InvalidInput as error:
             unreadable += 1
-            print(f"bsk report: {error}", file=sys.stderr)
+            print(printable(f"bsk report: {error}"), file=sys.stderr)
     if not documents:
         raise InvalidInput("bsk report: none of the files can be read")
     if args.markdown:

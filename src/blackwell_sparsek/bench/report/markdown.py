@@ -46,6 +46,14 @@ HEADLINES = (
     ("backward", "B1 H8 S64k D128 blocks 64x64 at 5%", "eager"),
     ("decode", "B1 S8k H32:8 D128, contiguous", "graph"),
     ("decode", "B16 S8k H32:8 D128, pages of 64", "graph"),
+    ("serving", "32 decodes at 8k + 2 prefills of 4k, H32:8 D128", "graph"),
+    ("sparse_attention", "MSA 64:4 D128, 16 blocks of 128 S32k, 90 % shared", "eager"),
+    ("sparse_attention", "QSA 24:2 D256, 512 entries of 4 S32k, 90 % shared", "eager"),
+    (
+        "sparse_attention",
+        "NSA 64:4 D128, 16 blocks of 64 S64k, 90 % shared, forward and backward",
+        "eager",
+    ),
 )
 HEADLINE_HEAD = (
     "suite: case, timing mode",

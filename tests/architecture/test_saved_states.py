@@ -1,0 +1,202 @@
+"""What `torch.load(weights_only=True)` makes of files with our classes, whatever is in them."""
+
+import contextlib
+import io
+import pickle
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.core.errors import BskError
+from blackwell_sparsek.sparse.matrix import BSRMatrix, BSRPattern
+
+from .. import fuzzing
+
+
+def _matrix():
+    dense = torch.zeros(40, 50)
+    dense[:16, 16:32] = dense[32:, :16] = 1.0
+    return BSRMatrix.from_dense(dense, 16)
+
+
+def _cache():
+    cache = bsk.KVCache(2, 2, 10, 8)
+    cache.append(torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 8))
+    return cache
+
+
+def _paged():
+    cache = bsk.PagedKVCache(6, 4, 2, 8, max_sequences=4, max_tokens=16)
+    pair = cache.add_sequences(2)
+    cache.append(pair, torch.ones(2, 2, 6, 8), torch.ones(2, 2, 6, 8), counts=[6, 3])
+    return cache
+
+
+MAKERS = {
+    "BSRMatrix": _matrix,
+    "BSRMatrix in fp8": lambda: _matrix().to_fp8(),
+    "BSRPattern": lambda: _matrix().pattern,
+    "BlockMask": lambda: bsk.masks.causal((40, 50), 16),
+    "KVCache": _cache,
+    "PagedKVCache": _paged,
+}
+# what a file may hold besides JSON: tensors of every kind, and plain objects of Python
+ODD = [
+    *fuzzing.ODD,
+    *(b"\x80", (), (1, 2), (2**40, 16), (-1, 0), (16.0, 16), (16, 16, 16)),
+    *(10**5000, {1: 2, "a": 3}),
+    *(torch.zeros(0), torch.zeros(3), torch.zeros(2, 2, 10, 8), torch.tensor(5)),
+    torch.full((4,), 2**31 - 1, dtype=torch.int32),
+    torch.full((4,), -7, dtype=torch.int32),
+    torch.full((2,), -7),
+    torch.zeros(1, dtype=torch.int32).expand(2**20),
+    torch.zeros(4, dtype=torch.int32, device="meta"),
+    torch.zeros(1, 16, 16, device="meta"),
+    torch.zeros(2, 2).to_sparse(),
+    torch.zeros(2, dtype=torch.complex64),
+]
+
+
+def _places(value, path=()):
+    yield path
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _places(inner, (*path, key))
+
+
+def _replaced(state, path, value):
+    if not path:
+        return value
+    first, *rest = path
+    copied = dict(state) if isinstance(state, dict) else list(state)
+    copied[first] = _replaced(copied[first], rest, value)
+    return tuple(copied) if isinstance(state, tuple) else copied
+
+
+def _used(x):
+    """Everything that follows the indices of a loaded object."""
+    repr(x)
+    if isinstance(x, bsk.KVCache):
+        x.append(*(torch.zeros_like(y[:, :, :1]) for y in (x.k, x.v)))
+    elif isinstance(x, bsk.PagedKVCache):
+        x.add_sequences(1)
+    elif x.device.type == "meta":
+        return
+    elif isinstance(x, BSRMatrix):
+        x.validate()
+        x.to_dense()
+    elif isinstance(x, BSRPattern):
+        x.validate()
+        x.transposed().validate()
+    else:
+        x.to_dense()
+        x.validate()
+
+
+def _taken(kind, state):
+    """Whether the state is taken; if not, it must be refused with one short sentence."""
+    began = time.monotonic()
+    made = kind.__new__(kind)
+    try:
+        made.__setstate__(state)
+    except BskError as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) < 1000
+        return False
+    finally:
+        assert time.monotonic() - began < 10
+    with contextlib.suppress(BskError):  # a full cache, or one without data
+        _used(made)
+    return True
+
+
+def test_every_class_that_torch_loads_is_here():
+    ours = {
+        x.__name__
+        for x in torch.serialization.get_safe_globals()
+        if getattr(x, "__module__", "").startswith("blackwell_sparsek")
+    }
+    assert ours == {name.split()[0] for name in MAKERS} | {"PageSummaries"}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_any_wrong_value_is_refused_or_harmless(name):
+    good = MAKERS[name]()
+    state = good.__getstate__()
+    assert _taken(type(good), state)
+    refused = 0
+    for place in _places(state):
+        for value in ODD:
+            try:
+                refused += not _taken(type(good), _replaced(state, place, value))
+            except Exception as error:
+                raise AssertionError(f"{type(value)} at {place}") from error
+    assert refused > 100
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_several_wrong_values_are_refused_or_harmless(name, data):
+    good = MAKERS[name]()
+    state = good.__getstate__()
+    for _ in range(data.draw(st.integers(2, 3))):
+        place = data.draw(st.sampled_from(list(_places(state))[1:] or [()]))
+        state = _replaced(state, place, data.draw(st.sampled_from(ODD)))
+        if not isinstance(state, dict):
+            break
+    _taken(type(good), state)
+
+
+@pytest.mark.parametrize("kind", [BSRPattern, bsk.BlockMask])
+def test_lists_beside_tensors_without_data_are_checked(kind):
+    """A tensor on the meta device must not turn off the check of those that have contents."""
+    name = "BSRPattern" if kind is BSRPattern else "BlockMask"
+    state = MAKERS[name]().__getstate__()
+    state["indices"] = torch.full_like(state["indices"], 2**30)
+    without = "indptr" if kind is BSRPattern else "bits"
+    with pytest.raises(bsk.InvalidInput, match="are on different devices"):
+        kind.__new__(kind).__setstate__({**state, without: state[without].to("meta")})
+
+
+class _Runs:
+    """Unpickling this calls print."""
+
+    def __reduce__(self):
+        return print, ("code of a stranger ran",)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_code_in_a_file_is_refused_and_does_not_run(name, monkeypatch, capsys):
+    good = MAKERS[name]()
+    state = good.__getstate__()
+    for place in state:
+        buffer = io.BytesIO()
+        with monkeypatch.context() as patch:
+            bad = {**state, place: _Runs()}
+            patch.setattr(type(good), "__getstate__", lambda self, bad=bad: bad)
+            torch.save(good, buffer)
+        buffer.seek(0)
+        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+            torch.load(buffer, weights_only=True)
+    assert capsys.readouterr().out == ""
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_changed_bytes_of_a_saved_mask_never_give_a_wrong_one(data):
+    buffer = io.BytesIO()
+    # the older format: one stream, without the checksums of a zip file
+    torch.save(MAKERS["BlockMask"](), buffer, _use_new_zipfile_serialization=False)
+    content = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        loaded = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception:  # what torch says of a broken stream is its own
+        return
+    if isinstance(loaded, bsk.BlockMask) and hasattr(loaded, "_bits"):
+        loaded.validate()
