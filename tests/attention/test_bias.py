@@ -255,6 +255,9 @@ def test_hopper_says_why_not():
     for backward in (False, True):
         why = sm90.attn_bwd_sm90_unsupported if backward else sm90.attn_fwd_sm90_unsupported
         assert why(replace(hopper, bias=True, backward=backward)) == "adds no bias to scores"
-        assert why(replace(hopper, alibi=True)) == "adds no alibi_slopes to scores"
+    with_slopes = replace(hopper, alibi=True)
+    assert sm90.attn_fwd_sm90_unsupported(with_slopes) is None
+    assert "first run on a GPU" in sm90.attn_fwd_sm90_passed_over(with_slopes)
+    assert "no gradients" in sm90.attn_bwd_sm90_unsupported(with_slopes)
     decided = bsk.explain(bsk.attention, *tensors, **options)
     assert decided.chosen == "eager" and "alibi, bias" in str(decided.problem)

@@ -29,7 +29,7 @@ HOPPER = {
     *("attn_decode_sm90", "bsr_spmm_sm90", "bsr_spmm_narrow_sm90", "bsr_spmm_strips"),
     *("bsr_spmm_warps", "attn_ragged_sm90", "bsr_sddmm_sm90", "attn_decode_latent"),
     *("attn_bwd_wide_keys_sm90", "attn_bwd_wide_queries_sm90", "attn_fwd_fp8_sm90"),
-    *("sparse_attn_fwd_sm90", "sparse_attn_latent", "sparse_attn_dq_sm90"),
+    *("sparse_attn_fwd_sm90", "sparse_attn_latent", "sparse_attn_dq_sm90", "gated_attn_fwd_sm90"),
     *("sparse_attn_dkdv_sm90", "bsr_spmm_fp8_sm90", "bsr_spmm_narrow_fp8_sm90"),
 }
 

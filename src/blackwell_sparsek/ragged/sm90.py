@@ -542,6 +542,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 _row_bounds_of(tile, rows, sizes, group, GROUP),
                 Score(factor, consume.scoring.inverse_cap),
                 Range(tile.kv_lo, tile.kv_len),
+                *(None, None, None),
             )
             m_log2, _ = init_state(rows)
             sums = nothing

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.attention.gated import eager
+from blackwell_sparsek.attention.gated import eager, op
 from blackwell_sparsek.attention.gated import triton as kernels
 from blackwell_sparsek.attention.gated.op import backward_dispatch, forward_dispatch
 from blackwell_sparsek.core.arch import Arch
@@ -244,6 +244,26 @@ def test_auto_takes_eager_on_a_cpu_and_explains_it():
     assert "gated_attn_fwd" in said and "eager" in said
     with pytest.raises(bsk.Unsupported, match="sm90"):
         problems.ours(tensors, options, "sm90")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float16}, "need bfloat16"),
+        ({"head_dim": 192, "head_dim_v": 128}, "heads over 128"),
+        ({"max_q": 0}, "no queries"),
+        ({"max_k": 0}, "zero keys"),
+        ({"positive": False}, "scale above zero"),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_forward_takes(changes, reason):
+    call = problems.call_of(*problems.problem(dims=(64, 64), dtype=torch.bfloat16))
+    arch = Arch("cuda", 90, 132, 232448, False)
+    problem = dataclasses.replace(call.problem, arch=arch, tma=True, **changes)
+    why = op._why_not_sm90(problem)
+    assert why is None if reason is None else reason in why
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ import ast
 from blackwell_sparsek.testing.cases.attention import ForwardSm90, forward_sm90_case
 case = forward_sm90_case(ForwardSm90(**ast.literal_eval(sys.argv[1])))
 """
+GATED_CASE = """
+from blackwell_sparsek.testing.cases.gated_attention import SM90_CASES, gated_sm90_case
+case = gated_sm90_case(*SM90_CASES[int(sys.argv[1])])
+"""
 REPORT = """
 print(json.dumps([
     config.placed_barriers(),
@@ -40,7 +44,16 @@ SHARED = 228 * 1024
     ids=str,
 )
 def test_the_barriers_lie_where_the_warps_look_for_them(call):
-    head, ptx = printed(CASE, REPORT, repr(call)).split("\n", 1)
+    check_barriers(CASE, repr(call))
+
+
+@pytest.mark.parametrize("case", [0, 2])
+def test_barriers_beside_gates(case):
+    check_barriers(GATED_CASE, str(case))
+
+
+def check_barriers(case, argument):
+    head, ptx = printed(case, REPORT, argument).split("\n", 1)
     expected, spare, shared = json.loads(head)
     assert misplaced_barriers(ptx, [tuple(barrier) for barrier in expected]) == []
     # nothing else may lie where nobody reads

@@ -17,6 +17,7 @@ from ...dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
 from ...dispatch.operators import Operator, define_autograd, define_op
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
+from ..sm90 import tuning as sm90
 from ..triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
@@ -26,8 +27,24 @@ def _everything(problem: AttnProblem) -> str | None:
     return None
 
 
+def _why_not_sm90(problem: AttnProblem) -> str | None:
+    """Why the Hopper kernel cannot run this problem, or None."""
+    # a weight multiplies 2 to the power of a score, which leaves float16 few bits where it is small
+    if problem.dtype == torch.float16:
+        return "gates need bfloat16: float16 does not hold their small weights"
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return "has no shared memory for gates beside heads over 128"
+    return "there are no queries" if problem.max_q == 0 else sm90.why_not_forward(problem)
+
+
 forward_dispatch: Dispatcher = Dispatcher("gated_attn_fwd")
 backward_dispatch: Dispatcher = Dispatcher("gated_attn_bwd")
+forward_dispatch.register(
+    "sm90",
+    _why_not_sm90,
+    "blackwell_sparsek.attention.gated.sm90:forward",
+    auto_passes=lambda problem: sm90.NOT_RUN,
+)
 for _dispatch, _name, _why_not in (
     (forward_dispatch, "forward", triton.why_not_forward),
     (backward_dispatch, "backward", triton.why_not_backward),

@@ -1,8 +1,4 @@
-"""Attention whose keys have a gate, by the portable kernels of attention.
-
-Blocks that no query of a tile gives a weight are left out by a block mask, made on the device
-without waiting for it. A mask that the user gives is walked whole.
-"""
+"""Attention whose keys have a gate, by the portable kernels of attention."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -18,10 +14,8 @@ from ...calls.attention import (
     empty_out,
 )
 from ...calls.gated_attention import GatedBackwardCall, GatedCall
-from ...device.gates import KeyGates
 from ...dispatch.machine import fp32_precision
 from ...launch.workspace import scratch
-from ...masks.block_mask import BlockMask
 from ..triton.backward import launch_attn_dkdv, launch_attn_dq
 from ..triton.delta import launch_attn_delta, launch_sink_gradients
 from ..triton.forward import launch_attn_fwd
@@ -33,37 +27,9 @@ from ..triton.tuning import (
     attn_dq_config,
     attn_fwd_config,
 )
+from .live_blocks import key_gates, with_live_blocks
 
-# Queries and keys of the blocks that are left out: no tile is higher, few are wider.
-BLOCK = (128, 64)
 Config = TypeVar("Config", bound=AttnFwdConfig)
-
-
-def live_blocks(call: GatedCall) -> BlockMask:
-    """The blocks in which some query may give some key a weight."""
-    u, tau = call.gate
-    q, k = call.attention.q, call.attention.k
-    highest = _over_blocks(u, BLOCK[1], -torch.inf).amax(-1)
-    lowest = _over_blocks(tau, BLOCK[0], torch.inf).amin(-1)
-    # NaN compares as false, and the gate shows it
-    keep = ~(highest[:, :, None, :] <= lowest[..., None])
-    if keep.shape[1] > 1:
-        keep = keep.repeat_interleave(call.heads_per_gate, dim=1)
-    return BlockMask.from_dense(keep.contiguous(), BLOCK, (q.shape[2], k.shape[2]))
-
-
-def _over_blocks(x: torch.Tensor, size: int, missing: float) -> torch.Tensor:
-    """[..., blocks, size], the last block filled up."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=missing)
-    return padded.unflatten(-1, (-1, size))
-
-
-def _masked(call: GatedCall) -> AttentionCall:
-    """The attention within blocks that have a weight."""
-    given = call.attention
-    if given.spec.block_mask is not None or 0 in (given.q.numel(), given.k.numel()):
-        return given
-    return replace(given, spec=given.spec._replace(block_mask=live_blocks(call)))
 
 
 def _narrower(config: Config, given: AttentionCall) -> Config:
@@ -83,28 +49,22 @@ def _dq_config(problem: AttnProblem, precision: str, given: AttentionCall) -> At
     return replace(config, num_stages=1)
 
 
-def _gates(call: GatedCall) -> KeyGates:
-    u, tau = call.gate
-    return KeyGates(u, tau, *_row_strides(u), *_row_strides(tau), call.heads_per_gate)
-
-
-def _row_strides(x: torch.Tensor) -> tuple[int, int]:
-    return (x.stride(0) if x.shape[0] > 1 else 0), (x.stride(1) if x.shape[1] > 1 else 0)
-
-
 def forward(call: GatedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    given = _masked(call)
+    given = with_live_blocks(call)
     out, lse = empty_out(given.q, given.v.shape[-1]), empty_lse(given.q)
     config = _narrower(attn_fwd_config(given.problem, fp32_precision(given.q.dtype)), given)
-    launch_attn_fwd(given, out, lse, config, _gates(call))
+    launch_attn_fwd(given, out, lse, config, key_gates(call.gate, call.heads_per_gate))
     return out, lse
 
 
 def backward(call: GatedBackwardCall) -> None:
     """Fill the gradients that are asked for; the same bits in every run."""
-    given, wanted, lse = _masked(call.forward), call.gradients, call.lse
-    precision, gates = fp32_precision(given.q.dtype), _gates(call.forward)
+    given, wanted, lse = with_live_blocks(call.forward), call.gradients, call.lse
+    precision, gates = (
+        fp32_precision(given.q.dtype),
+        key_gates(call.forward.gate, call.forward.heads_per_gate),
+    )
     delta = scratch(lse.shape, lse.dtype, lse.device)
     launch_attn_delta(delta, call.dout, call.out, call.dlse, lse)
     dq, dk = wanted.dq, wanted.dk

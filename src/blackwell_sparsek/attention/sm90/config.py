@@ -63,6 +63,8 @@ class AttnFwdSm90Config:
     of the previous one."""
     Q_REGISTERS: bool = False
     """Consumers keep their queries in registers."""
+    GATED: bool = False
+    """Keys have a gate, whose scores of a KV tile lie in shared memory for each consumer."""
     FP8: bool = False
     """Queries, keys and values are e4m3, and values lie with their keys in columns: WGMMA takes
     8-bit operands only with the summed dimension contiguous (`forward_fp8`)."""
@@ -75,7 +77,8 @@ class AttnFwdSm90Config:
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
         plain = plain and not (self.SKIP_ABSENT or self.PING_PONG or self.Q_REGISTERS)
-        plain = plain and self.CONSUMERS < 3
+        plain = plain and self.CONSUMERS < 3 and not self.GATED
+        assert not self.GATED or (self.CONSUMERS < 3 and not self.HALF_TILES), f"{self=}"
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         # a lone consumer comes with a scheduler warp
         assert not self.FP8 or self.CONSUMERS == 2 or self.SCHEDULER_WARP, f"{self=}"
@@ -156,7 +159,9 @@ class AttnFwdSm90Config:
         """Shared memory of all tiles, which is where the barriers begin."""
         queries = self.tile_m * self.Q_STAGES * self.TILE_D
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
-        return self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV
+        # fp32 [2, 128], which is larger than an array of barriers and hence before them
+        gates = 1024 if self.GATED else 0
+        return self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV + gates
 
     @property
     def element_bytes(self) -> int:

@@ -15,6 +15,10 @@ that need mask code come first.
 
 Tiles of wide heads lie in shared memory as slices of columns (`forward_stages`).
 
+With ALiBi or gates of keys (`device.gates`) consumers also need the positions of the keys of every
+tile. The weight of a gate multiplies a weight of the softmax, whose maximum is that of the scores
+alone, over the keys that have a weight.
+
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
 bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
 """
@@ -31,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...device.gates import GateRow, gate_row, gate_weights, load_gate_terms
 from ...device.gluon.compat import async_store, thread_barrier
 from ...device.gluon.partials import columns_of, rows_of, store_part_slices
 from ...device.gluon.pipeline import (
@@ -51,15 +56,15 @@ from ...device.gluon.row_parts import (
     row_maxima,
     row_parts,
     scale_rows,
-    softmax_step_parts,
 )
 from ...device.gluon.warps import shared_address
 from ...device.masks import bit_visible, exists, position, row_bounds, within_bounds
 from ...device.partials import is_last, part_slot
 from ...device.records import Band, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
-from ...device.scores import cap
+from ...device.scores import cap, slope_of_head
 from ...device.softmax import (
+    LOG2_E,
     add_sink,
     finalise,
     init_state,
@@ -91,6 +96,7 @@ from .forward_producer import (
     produce_scheduled,
     produce_tiles,
     take_work_tile,
+    tile_starts,
     tile_tokens,
 )
 from .forward_stages import (
@@ -131,6 +137,12 @@ class ConsumerArgs(NamedTuple):
     out_tiles: Any
     """A tile of outputs for each consumer."""
     tail: Any
+    slopes: Any
+    """`Slopes` of ALiBi, or None."""
+    gates: Any
+    """`KeyGates`, or None."""
+    u_tiles: Any
+    """fp32 [2, 128]: for each consumer, the gate's scores of a KV tile; None without gates."""
 
 
 class SplitTail(NamedTuple):
@@ -163,6 +175,76 @@ class Queries(NamedTuple):
     seen: Any
     """The keys `[lo, hi)` that some query sees, if the values beside them may be anything; else
     None."""
+    alibi: Any
+    """`Alibi`, or None."""
+    gate: Any
+    """A `GateRow`: where the scores of keys are, and the thresholds of the queries; or None."""
+    u_tile: Any
+    """Shared memory for the scores of a tile of keys; or None."""
+
+
+class Alibi(NamedTuple):
+    """Positions of queries in fp32, and the slope of their head in units of raw scores."""
+
+    q_pos: Any
+    slope: Any
+
+
+# What ALiBi and gates add to the scores of a KV tile.
+
+
+@gluon.jit
+def of_keys(firsts, columns, CFG: gl.constexpr):
+    """Counted up along the keys of a tile, from the first key of each copy that fills it."""
+    part_rows: gl.constexpr = CFG.part_rows
+    counted = firsts[0] + columns
+    for part in gl.static_range(1, len(firsts)):
+        first: gl.constexpr = part * part_rows
+        counted = gl.where(columns >= first, firsts[part] + (columns - first), counted)
+    return counted
+
+
+@gluon.jit
+def fetch_gates(queries, kv_tile, CFG: gl.constexpr):
+    """Put the gate's scores of the keys of a tile into shared memory, while its products run."""
+    if queries.gate is not None:
+        tile_n: gl.constexpr = CFG.TILE_N
+        columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
+        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
+        u = load_gate_terms(queries.gate.u, kv_pos, queries.visit.kv_len, -float("inf"))
+        queries.u_tile.store(u)
+
+
+@gluon.jit
+def gate_scores(queries, CFG: gl.constexpr):
+    """The gate's scores of the keys of a tile, where `fetch_gates` has put them."""
+    return queries.u_tile.load(gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))[None, :]
+
+
+@gluon.jit
+def add_key_terms(s, queries, kv_tile, CFG: gl.constexpr):
+    """Scores less slopes times distances, and -inf where a gate gives a key no weight."""
+    if queries.alibi is not None:
+        tile_n: gl.constexpr = CFG.TILE_N
+        columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
+        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
+        distance = gl.abs(queries.alibi.q_pos[:, None] - kv_pos.to(gl.float32)[None, :])
+        s = s - queries.alibi.slope * distance
+    if queries.gate is not None:
+        hidden = gate_scores(queries, CFG) <= queries.gate.tau[:, None]
+        s = gl.where(hidden, -float("inf"), s)
+    return s
+
+
+@gluon.jit
+def gated(weights, queries, CFG: gl.constexpr):
+    """Weights of a tile, times those that gates give its keys.
+
+    The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
+    """
+    if queries.gate is not None:
+        weights = weights * gate_weights(gate_scores(queries, CFG), queries.gate.tau[:, None])
+    return weights
 
 
 # Masking the scores of a KV tile.
@@ -258,11 +340,15 @@ def attend_first_tile(
     ping_pong_wait(GROUP, CFG)
     scores = start_scores(queries.q, k, no_scores)
     ping_pong_pass(GROUP, CFG)
+    fetch_gates(queries, kv_tile, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
+    s = add_key_terms(s, queries, kv_tile, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
-    m_log2, row_sum, weights, rescale = softmax_step_parts(m_log2, row_sum, s, score.factor, SLACK)
+    m_log2, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
+    weights = gated(weights_of(s, score.factor, shift), queries, CFG)
+    row_sum = add_parts(row_sum, rescale, weights)
     if CFG.HALF_TILES:
         o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
         acc = scale_slices(acc, gl.convert_layout(rescale, o_rows)[:, None])
@@ -309,8 +395,10 @@ def attend_tile(
     v = kv_slices(stages.v, last_stage, CFG.dv_slices, CFG.TILE_N, 0)
     products = start_outputs(p, v, acc)
     ping_pong_pass(GROUP, CFG)
+    fetch_gates(queries, kv_tile, CFG)
     s = cap(warpgroup_mma_wait(CFG.dv_slices, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
+    s = add_key_terms(s, queries, kv_tile, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
@@ -323,7 +411,7 @@ def attend_tile(
     acc = ()
     for i in gl.static_range(len(products)):
         acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
-    weights = weights_of(s, score.factor, shift)
+    weights = gated(weights_of(s, score.factor, shift), queries, CFG)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
     return step, m_new, row_sum, acc, p
@@ -517,7 +605,17 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             for i in gl.static_range(len(q)):
                 loaded = loaded + (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # noqa: RUF005
             q = loaded
-        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, None)
+        alibi, gate, u_tile = None, None, None
+        if consume.slopes is not None:
+            slope = slope_of_head(consume.slopes, batch, q_head) * (LOG2_E / score.factor)
+            alibi = Alibi(position(q_index, q_len, kv_len).to(gl.float32), slope)
+        if consume.gates is not None:
+            row = gate_row(consume.gates, batch, q_head)
+            gate = GateRow(row.u, load_gate_terms(row.tau, q_index, q_len, float("inf")))
+            u_tile = consume.u_tiles.index(GROUP).slice(0, tile_n, dim=0)
+        queries = Queries(
+            q, visit, masked_tiles, q_index, q_start, bounds, score, None, alibi, gate, u_tile
+        )
         # KV tiles before `taken` are done with
         taken = 0
         if CFG.SPLIT_TAIL:
@@ -644,6 +742,8 @@ def _attn_fwd_sm90_kernel(
     q_heads,
     group_size,
     score,
+    slopes,
+    gates,
     CFG: gl.constexpr,
 ):
     """Allocate the rings, gather the arguments of the roles, and start them.
@@ -652,6 +752,8 @@ def _attn_fwd_sm90_kernel(
     workspace : `Workspace`
     block_lists : `MaskLists` or None
     score : `Score`
+    slopes : `Slopes` or None
+    gates : `KeyGates` or None
     CFG : `AttnFwdSm90Config`
     """
     if CFG.PDL:
@@ -676,12 +778,18 @@ def _attn_fwd_sm90_kernel(
     work = work_channel(fields, takers)
     if CFG.SCHEDULER_WARP:
         begun = barriers(1, 1).index(0)
+    u_tiles = None
+    if CFG.GATED:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        u_tiles = gl.allocate_shared_memory(gl.float32, [2, 128], plain)
     fence_async_shared()
 
     schedule = Schedule(workspace.order, num_batch_heads, raster_group, dynamic, tail_share)
     produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule)
     tail = SplitTail(workspace.parts, workspace.counters)
-    consume = ConsumerArgs(out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail)
+    consume = ConsumerArgs(
+        out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail, slopes, gates, u_tiles
+    )
     shared = ForwardShared(
         Mask(block_lists, mask_batch_step, mask_head_step),
         q_ring,

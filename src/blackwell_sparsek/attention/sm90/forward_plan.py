@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ...core.compat import hopper_options
+from ...device.gates import KeyGates
 from ...launch.description import KernelLaunch
 from ...launch.descriptors import Descriptor, packed_descriptor, tensor_descriptor
 from ...masks.band import EVERYTHING
@@ -45,6 +46,7 @@ def plan_attn_fwd_sm90(
     raster_group: int,
     schedule: ForwardSchedule,
     config: AttnFwdSm90Config,
+    gates: KeyGates | None = None,
 ) -> KernelLaunch:
     """The launch that fills `out` and `lse`; parameters as in `launch.launch_attn_fwd_sm90`.
 
@@ -71,6 +73,8 @@ def plan_attn_fwd_sm90(
         schedule.tail_share,
         *operands.heads,
         operands.score,
+        operands.slopes,
+        gates,
         config,
     )
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}

@@ -13,6 +13,7 @@ from ...calls.attention import (
 )
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
+from ...device.gates import KeyGates
 from ...launch.descriptors import tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from ...launch.workspace import scratch, self_resetting_counters
@@ -82,6 +83,7 @@ def launch_attn_fwd_sm90(
     order: torch.Tensor | None,
     raster_group: int,
     config: AttnFwdSm90Config,
+    gates: KeyGates | None = None,
 ) -> None:
     """Fill `out` and `lse`.
 
@@ -96,9 +98,12 @@ def launch_attn_fwd_sm90(
         it must be None when sequences are packed
     raster_group : (batch, head) pairs whose work tiles run together; packed sequences, taken one
         after the other, find theirs from their own lengths, up to this
-    config : tiles
+    config : tiles; no half tiles with slopes or gates
+    gates : scores of keys and thresholds of queries, of dense batches only
     """
     device = call.q.device
+    assert (gates is not None) == config.GATED, f"{config=}"
+    assert not (config.HALF_TILES and call.spec.alibi_slopes is not None), f"{config=}"
     schedule = schedule_of_call(call, order, config, arch_of(device).num_sms)
     if schedule is None:
         return
@@ -110,7 +115,7 @@ def launch_attn_fwd_sm90(
             parts = scratch(schedule.parts_shape(config), torch.float32, device)
     with on_device_of(call.q):
         workspace = Workspace(self_resetting_counters(schedule.counters, device), order, parts)
-        plan = plan_attn_fwd_sm90(call, out, lse, workspace, raster_group, schedule, config)
+        plan = plan_attn_fwd_sm90(call, out, lse, workspace, raster_group, schedule, config, gates)
         launch(plan.kernel, plan.programs, plan.args, **plan.options)
 
 

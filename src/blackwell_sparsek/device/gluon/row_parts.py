@@ -9,8 +9,6 @@ then of those, to keep dependency chains short.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..softmax import weigh_below
-
 HOLDERS = gl.constexpr(4)
 
 
@@ -39,14 +37,6 @@ def add_parts(parts, rescale, p):
     rows: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     factor = gl.convert_layout(rescale, rows, assert_trivial=True)
     return parts * factor[:, None] + row_parts(p)
-
-
-@gluon.jit
-def softmax_step_parts(m_log2, parts, s, scale_log2, SLACK: gl.constexpr):
-    """As `softmax.softmax_step`, with per-thread sums."""
-    top = row_maxima(s, m_log2)
-    m_new, p, rescale = weigh_below(m_log2, top, s, scale_log2, SLACK)
-    return m_new, add_parts(parts, rescale, p), p, rescale
 
 
 @gluon.jit

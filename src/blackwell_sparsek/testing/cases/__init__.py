@@ -57,6 +57,7 @@ KERNELS = (
     "gated_attn_dkdv",
     "gated_attn_dq",
     "gated_attn_fwd",
+    "gated_attn_fwd_sm90",
     "kv_append",
     "kv_append_slots",
     "list_kept",

@@ -342,6 +342,7 @@ class ForwardSm90(NamedTuple):
     max_spill_bytes: int = 0
     banded: bool = False
     long: bool = False
+    alibi: bool = False
 
     @property
     def name(self) -> str:
@@ -349,7 +350,7 @@ class ForwardSm90(NamedTuple):
         parts = [dtype_name(self.dtype), f"d{self.tile_d}-{self.tile_dv}"]
         parts += [f"consumers{self.consumers}"]
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
-        flags = ("sinks", "softcap", "packed", "banded", "long")
+        flags = ("sinks", "softcap", "packed", "banded", "long", "alibi")
         parts += [flag for flag in flags if getattr(self, flag)]
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
@@ -405,6 +406,12 @@ FORWARD_SM90 = (
     ForwardSm90(2, 192, 128, packed=True),
     ForwardSm90(2, 192, 192, dtype=HALF),
     ForwardSm90(1, 192, 128, (64, 64), max_spill_bytes=256),
+    ForwardSm90(2, 128, 128, banded=True, alibi=True),
+    ForwardSm90(2, 128, 128, long=True, alibi=True),
+    ForwardSm90(1, 64, 64, packed=True, alibi=True),
+    ForwardSm90(2, 64, 64, banded=True, alibi=True),
+    ForwardSm90(2, 128, 128, (128, 64), alibi=True, max_spill_bytes=896),
+    ForwardSm90(2, 256, 256, alibi=True, max_spill_bytes=128),
 )
 
 
@@ -413,10 +420,12 @@ def _launch_forward_sm90(asked: ForwardSm90) -> None:
     call = attention_call(
         dims, asked.dtype, asked.block_size, lay_out=packed if asked.packed else by_token,
         band=CAUSAL if asked.banded else EVERYTHING, sinks=asked.sinks, softcap=asked.softcap,
+        added=("alibi",) if asked.alibi else (),
     )  # fmt: skip
     block_q, block_kv = asked.block_size or (None, None)
     options = {"packed": asked.packed, "banded": asked.banded, "long": asked.long}
     config = make_forward_config(asked.consumers, *dims, block_kv, **options)
+    config = replace(config, HALF_TILES=config.HALF_TILES and not asked.alibi)
     order = None
     if block_q is not None and not asked.packed:
         order = integers(call.q.shape[0] * HEADS * TOKENS // block_q)

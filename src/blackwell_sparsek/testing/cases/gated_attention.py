@@ -4,13 +4,26 @@ from collections.abc import Iterator
 
 import torch
 
-from ...attention.gated.triton import BLOCK, backward, forward
+from ...attention.gated.live_blocks import BLOCK
+from ...attention.gated.sm90 import launch_gated_sm90
+from ...attention.gated.triton import backward, forward
 from ...attention.triton.backward import _attn_dkdv_kernel, _attn_dq_kernel
 from ...calls.attention import empty_lse, empty_out
 from ...calls.gated_attention import GatedBackwardCall, GatedCall, GatedGradients, KeyGate
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases
-from .attention import BRAIN, CAUSAL, FLOAT, HALF, KV_HEADS, TOKENS, attention_call
+from .attention import (
+    BRAIN,
+    CAUSAL,
+    FLOAT,
+    HALF,
+    HEADS,
+    KV_HEADS,
+    TOKENS,
+    WGMMA,
+    attention_call,
+    integers,
+)
 
 KERNELS = {"dq": _attn_dq_kernel, "dkdv": _attn_dkdv_kernel}
 # Head dim, dtype, softcap and sinks, architectures.
@@ -22,9 +35,9 @@ CASES: dict[str, tuple[int, torch.dtype, bool, tuple[int, ...]]] = {
 }
 
 
-def _call(dim: int, dtype: torch.dtype, more: bool) -> GatedCall:
+def _call(dim: int, dtype: torch.dtype, more: bool, block: tuple[int, int] = BLOCK) -> GatedCall:
     """A call with a gate for each KV head, within blocks as `live_blocks` leaves them."""
-    given = attention_call((dim, dim), dtype, BLOCK, band=CAUSAL, sinks=more, softcap=more)
+    given = attention_call((dim, dim), dtype, block, band=CAUSAL, sinks=more, softcap=more)
     u, tau = (meta(2, KV_HEADS, TOKENS, dtype=kind) for kind in (dtype, FLOAT))
     return GatedCall(given, KeyGate(u, tau))
 
@@ -48,6 +61,38 @@ def _accepted_spills(kernel: str, dtype: torch.dtype, sm: int) -> int:
         return 3072 if sm == 90 else 96
     # Triton 3.9; 3.6 spills up to 172
     return 512
+
+
+# The Hopper forward: head dim, dtype, softcap and sinks, query and key blocks, accepted spills in
+# the code of partial blocks.
+SM90_CASES: tuple[tuple[int, torch.dtype, bool, tuple[int, int], int], ...] = (
+    (128, BRAIN, False, BLOCK, 1152),
+    (64, BRAIN, True, BLOCK, 256),
+    (128, BRAIN, False, (64, 64), 256),
+)
+
+
+def gated_sm90_case(
+    dim: int, dtype: torch.dtype, more: bool, block: tuple[int, int], spills: int
+) -> CompileCase:
+    """The Hopper forward with gates; parameters as in `SM90_CASES`."""
+    call = _call(dim, dtype, more, block)
+    order = integers(call.attention.q.shape[0] * HEADS * TOKENS // block[0])
+    return launched_case(
+        f"gated_attn_fwd_sm90/d{dim}-blocks{block[0]}x{block[1]}",
+        launch_gated_sm90,
+        *(call, call.attention, order, 1),
+        archs=(90,),
+        expect=WGMMA,
+        max_spill_bytes=spills,
+    )
+
+
+@compile_cases
+def gated_attention_sm90_cases() -> Iterator[CompileCase]:
+    """The Hopper forward with gates."""
+    for case in SM90_CASES:
+        yield gated_sm90_case(*case)
 
 
 @compile_cases

@@ -1,0 +1,68 @@
+"""ALiBi in the Hopper forward, on a Hopper GPU."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import blackwell_sparsek as bsk
+from blackwell_sparsek.masks.band import EVERYTHING, Band
+from blackwell_sparsek.testing.attention_cases import AttnCase, check_attention
+
+from .test_forward_gpu import BRAIN, HALF, HOPPER, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+
+BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None))
+LENGTHS = ((1, 1), (65, 127), (333, 1000), (1000, 333), (700, 700))
+
+
+@pytest.mark.parametrize(
+    "dims, dtype, blocks, options",
+    [
+        ((128, 128), BRAIN, None, {}),
+        ((64, 64), HALF, None, {}),
+        ((128, 128), HALF, None, {"softcap": 9.0, "sinks": True}),
+        ((128, 128), BRAIN, (128, 64), {}),
+        ((64, 64), BRAIN, (64, 16), {"sinks": True}),
+        ((192, 128), BRAIN, None, {}),
+        ((256, 256), BRAIN, None, {}),
+    ],
+    ids=str,
+)
+def test_dense_batches(dims, dtype, blocks, options):
+    rng = random.Random(f"{dims}{blocks}")
+    for seed, lengths in enumerate(LENGTHS):
+        case = AttnCase(
+            seed, dtype, batch=2, heads=(4, 2), lengths=(lengths,), head_dims=dims,
+            band=rng.choice(BANDS), mask="elements" if blocks else "none",
+            block_size=blocks or (32, 32), mask_broadcast=(False, False),
+            alibi=rng.choice(("heads", "batch")), **options,
+        )  # fmt: skip
+        q, k, v, spec = case.build("cuda")
+        check_attention(*run(q, k, v, spec), q, k, v, spec, what=f"{case}")
+
+
+@pytest.mark.parametrize("dims, dtype", [((64, 64), BRAIN), ((128, 128), HALF)], ids=str)
+def test_packed_sequences(dims, dtype):
+    for seed, band in enumerate(BANDS):
+        lengths = ((3, 70), (0, 5), (200, 200), (129, 700))
+        case = AttnCase(
+            seed, dtype, heads=(4, 2), lengths=lengths, head_dims=dims, band=band, varlen=True,
+            alibi="batch",
+        )  # fmt: skip
+        q, k, v, spec = case.build("cuda")
+        check_attention(*run(q, k, v, spec), q, k, v, spec, what=f"{case}")
+
+
+def test_the_call_by_name_equals_the_portable_kernel_within_its_budget():
+    q, k, v, spec = AttnCase(
+        3, BRAIN, heads=(4, 2), lengths=((500, 500),), head_dims=(64, 64), alibi="heads"
+    ).build("cuda")
+    options = {"alibi_slopes": spec.alibi_slopes, "causal": True, "return_lse": True}
+    out, lse = bsk.attention(q, k, v, **options, impl="sm90")
+    spec = spec._replace(band=Band(None, 0))
+    check_attention(out, lse, q, k, v, spec, what="by name")
+    assert torch.isfinite(out).all()
