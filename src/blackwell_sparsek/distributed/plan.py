@@ -54,6 +54,11 @@ class Plan:
     work : tuple of float
         Work of each rank in any unit, as `imbalance` reports it.
 
+    Raises
+    ------
+    InvalidInput
+        If tiles are missing, or owned twice.
+
     Examples
     --------
     >>> plan = Plan.contiguous(100, 2, tile=16)
@@ -397,6 +402,11 @@ def balance(
     Returns
     -------
     Plan
+
+    Raises
+    ------
+    InvalidInput
+        If lengths, tile or weights do not fit the masks.
 
     Examples
     --------

@@ -35,7 +35,7 @@ class _Entry(NamedTuple):
         return any(storage.expired() for storage in self.storages)
 
     def describes(self, indptr: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Whether the contents are still the same (synchronises)."""
+        """Whether the contents are still the same (synchronizes)."""
         ours = (self.pattern.indptr, self.pattern.indices)
         return all(torch.equal(a, b.int()) for a, b in zip(ours, (indptr, indices), strict=True))
 
@@ -116,7 +116,7 @@ class PatternCache:
         if entry is not None and not entry.is_dead():
             if entry.versions == versions:
                 return entry.pattern
-            # Values and indices share a version counter, so an optimiser step also leads here.
+            # Values and indices share a version counter, so an optimizer step also leads here.
             if entry.describes(indptr, indices):
                 pattern = entry.pattern
         if pattern is None:
@@ -158,8 +158,8 @@ class enable_torch_sparse:
     `blackwell_sparsek.nn.BSRLinear` instead.
 
     The metadata of a sparse tensor is checked and converted once, at its first product (with a
-    synchronisation), and cached as long as its index tensors live. After an in-place change, of
-    values or indices alike, it is compared once (again with a synchronisation). Torch does not
+    synchronization), and cached as long as its index tensors live. After an in-place change, of
+    values or indices alike, it is compared once (again with a synchronization). Torch does not
     count changes of tensors made in inference mode, so changed indices of these go unnoticed.
     Malformed metadata raises `InvalidInput`.
 
