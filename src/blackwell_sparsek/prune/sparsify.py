@@ -85,9 +85,9 @@ class SparsifySummary:
             f"{layer.nnz_blocks}/{layer.blocks} blocks  density {layer.density:.3f}"
             for layer in self.layers
         ]
-        lines += [f"{name}: skipped, {reason}" for name, reason in self.skipped.items()]
+        lines += [f"{name}: skipped, it {reason}" for name, reason in self.skipped.items()]
         lines.append(
-            f"{len(self.layers)} layers, density {self.density:.3f}, "
+            f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}, density {self.density:.3f}, "
             f"{self.bytes_before / 2**20:.2f} MiB -> {self.bytes_after / 2**20:.2f} MiB"
         )
         return "\n".join(lines)
