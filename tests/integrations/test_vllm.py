@@ -140,6 +140,55 @@ def test_prompts_chunks_and_decoding(layout, dtype):
     engine.check(engine.step((1, 17, 7, 1)))
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the public functions that layers call."""
+    names = []
+    for function in (backend.attention_decode, backend.attention_varlen):
+
+        def spy(*args, function=function, **options):
+            names.append(function.__name__)
+            return function(*args, **options)
+
+        monkeypatch.setattr(backend, function.__name__, spy)
+    return names
+
+
+@pytest.mark.parametrize("lengths, called", [
+    ((1, 1, 1, 1), "attention_decode"), ((3, 3, 3, 3), "attention_decode"),
+    ((16, 16, 16, 16), "attention_decode"), ((17, 17, 17, 17), "attention_varlen"),
+    ((2, 1, 2, 2), "attention_varlen"), ((1, 2, 2, 2), "attention_varlen"),
+], ids=str)  # fmt: skip
+def test_requests_with_as_many_tokens_each_are_decoded(lengths, called, calls):
+    engine = Engine(4)
+    engine.check(engine.step((9, 20, 5, 33)))
+    calls.clear()
+    engine.check(engine.step(lengths))
+    assert calls == [called]
+
+
+def test_requests_that_pad_a_graph_get_zeros():
+    """A graph of four requests replayed for two: the others have neither tokens nor keys."""
+    engine = Engine(4)
+    engine.check(engine.step((9, 20, 0, 0))[:2])
+    starts, q = int32(0, 1, 2, 2, 2), normal(4, HEADS, DIM, seed=5, dtype=torch.float32)
+    common = CommonAttentionMetadata(
+        starts, starts, int32(9, 20, 0, 0), 4, 4, 1, 20, engine.table, torch.full((4,), -1)
+    )
+    metadata = engine.builder.build(0, common)
+    assert metadata.tokens_of_each == 1
+    # four rows, but one and two tokens
+    uneven = int32(0, 1, 3)
+    changes = {"query_start_loc_cpu": uneven, "num_reqs": 2, "max_query_len": 2}
+    changed = common.replace(query_start_loc=uneven, **changes)
+    assert engine.builder.build(0, changed).tokens_of_each is None
+    out = torch.full((4, HEADS * DIM), torch.nan)
+    engine.impl.forward(engine.layer, q, q, q, engine.cache, metadata, out)
+    out = out.view(4, HEADS, DIM)
+    engine.check([(q[b : b + 1], out[b : b + 1]) for b in range(2)])
+    assert out[2:].eq(0).all()
+
+
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
@@ -154,6 +203,7 @@ def test_options(options, meaning):
     engine = Engine(2, **options)
     engine.check(engine.step((20, 13)), **meaning)
     engine.check(engine.step((1, 9)), **meaning)
+    engine.check(engine.step((2, 2)), **meaning)
 
 
 def test_bidirectional_attention():
@@ -174,7 +224,7 @@ def test_fp8_cache():
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_batch_invariance_is_passed_on(asked, monkeypatch):
-    """`tests/ragged` shows what it means."""
+    """`tests/ragged` shows what it means; decoding has no such option."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(asked)))
     seen = []
 
@@ -185,7 +235,8 @@ def test_batch_invariance_is_passed_on(asked, monkeypatch):
     monkeypatch.setattr(backend, "attention_varlen", spy)
     engine = Engine(1)
     engine.check(engine.step((20,)))
-    assert seen == [asked]
+    engine.check(engine.step((1,)))
+    assert seen == ([True, True] if asked else [False])
 
 
 def test_profiling_writes_zeros():

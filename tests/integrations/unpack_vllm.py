@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-RELEASE = "vllm==0.32.0"
+RELEASE = "vllm==0.33.0"
 # With their own requirements, and without: torch and what needs a GPU stay out.
 PACKAGES = ("aiohttp", "fastapi", "huggingface_hub<2", "mistral_common", "openai", "pydantic")
 ALONE = (

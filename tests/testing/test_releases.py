@@ -1,12 +1,13 @@
 """A kernel of each kind builds for Hopper with every release of Triton that is supported.
 
-Releases come from the package index, once, into `.triton-releases` of the repository, where what
-they compiled is kept too: a kernel is compiled again only when its source has changed. The release
-that is installed is that of `test_all_kernels`.
+Releases come from the package index, once, into the user's cache folder, where what they compiled
+is kept too: a kernel is compiled again only when its source has changed, whichever checkout asks.
+The release that is installed is that of `test_all_kernels`.
 """
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -19,7 +20,9 @@ import triton
 from blackwell_sparsek.core.compat import WARPS_TRITON
 from blackwell_sparsek.testing.compile_only import compile_kernels, table
 
-FOLDER = pathlib.Path(__file__).parents[2] / ".triton-releases"
+CACHES = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+# wheels differ from one Python to the next
+FOLDER = CACHES / "blackwell_sparsek" / f"triton-releases-{sys.implementation.cache_tag}"
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 HOPPER = {
     *("attn_fwd_sm90", "attn_bwd_sm90", "attn_bwd_keys_sm90", "attn_bwd_queries_sm90"),
@@ -41,7 +44,11 @@ def _release(version: str) -> pathlib.Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             pytest.skip(f"no triton {version} from the package index: {done.stderr.strip()[-200:]}")
-        fresh.rename(place)
+        try:
+            fresh.rename(place)
+        except OSError:  # another checkout was first
+            assert place.is_dir()
+            shutil.rmtree(fresh)
     return place
 
 

@@ -3,8 +3,9 @@
 
 SGLang's cache of a layer is [slots, Hkv, D], and `req_to_token` names the slot of each token of a
 request. Slots of a page follow each other, so the cache is read as pages, whose table is every
-`page_size`-th entry of `req_to_token`. A step, whether it decodes or extends, is one call of
-`attention_varlen`. Tables for CUDA graphs keep their addresses and are filled before each replay.
+`page_size`-th entry of `req_to_token`. A step is one call: of `attention_decode` if it decodes, of
+`attention_varlen` if it extends. Tables for CUDA graphs keep their addresses and are filled before
+each replay.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from ...attention.inputs import MAX_HEAD_DIM
+from ...decode.api import attention_decode
 from ...ragged.api import attention_varlen
 
 FP8 = torch.float8_e4m3fn
@@ -150,25 +152,27 @@ class SparseKAttnBackend(AttentionBackend):
         scales = (layer.k_scale, layer.v_scale) if keys.dtype == FP8 else (None, None)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = queries.new_empty((*queries.shape[:2], layer.v_head_dim))
-        causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        attention_varlen(
-            queries,
-            keys,
-            values,
-            step.cu_seqlens_q,
-            max_seqlen_q=step.max_q,
-            cache_seqlens=step.seq_lens,
-            page_table=step.page_table,
-            causal=causal,
+        arguments: dict[str, Any] = {
+            "cache_seqlens": step.seq_lens,
+            "page_table": step.page_table,
+            "causal": layer.attn_type != AttentionType.ENCODER_ONLY,
             # keys before a query's own
-            window=(layer.sliding_window_size, 0) if layer.sliding_window_size > -1 else None,
-            scale=layer.scaling,
-            softcap=layer.logit_cap or None,
-            sinks=sinks,
-            k_scale=scales[0],
-            v_scale=scales[1],
-            out=out,
-        )
+            "window": (layer.sliding_window_size, 0) if layer.sliding_window_size > -1 else None,
+            "scale": layer.scaling,
+            "softcap": layer.logit_cap or None,
+            "sinks": sinks,
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+        }
+        # rows past the requests, which pad a step, are for `attention_varlen` to clear
+        if forward_batch.forward_mode.is_decode() and len(queries) == len(step.seq_lens):
+            q_each, out_each = queries[:, :, None], out[:, :, None]
+            attention_decode(q_each, keys, values, out=out_each, **arguments)
+        else:
+            offsets, most = step.cu_seqlens_q, step.max_q
+            attention_varlen(
+                queries, keys, values, offsets, max_seqlen_q=most, out=out, **arguments
+            )
         return out.flatten(1)
 
 

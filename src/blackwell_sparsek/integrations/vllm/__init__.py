@@ -2,7 +2,7 @@
 
 Installing this package registers the backend as `CUSTOM` in every process of vLLM, through the
 entry point group `vllm.general_plugins`; select it with `--attention-backend CUSTOM`. Written
-against vLLM 0.32.
+against vLLM 0.33.
 
 Decoding steps and prompts read part of the cache if that is asked for, either or both:
 

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="misc"
 """The classes that vLLM asks of a backend: what it supports, metadata of a step, the layer itself.
 
-A step is one call of `attention_varlen` over vLLM's pages, whatever it mixes: decoding, chunks of
-prompts, whole prompts. vLLM's cache of a layer is logically [blocks, Hkv, block_size, 2 D], keys
-before values, in any of its memory layouts; here it is two views [blocks, block_size, Hkv, D].
+A step is one call over vLLM's pages: of `attention_decode` if all requests have the same few new
+tokens, else of `attention_varlen`, whatever it mixes: decoding, chunks of prompts, whole prompts.
+vLLM's cache of a layer is logically [blocks, Hkv, block_size, 2 D], keys before values, in any of
+its memory layouts; here it is two views [blocks, block_size, Hkv, D].
 
 Under `SparseReads`, layers without a sliding window keep a summary of each block, which every step
 brings up to date. Decoding steps, and prompts cut into runs of a few queries, read the blocks that
@@ -26,6 +27,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ...attention.inputs import MAX_HEAD_DIM
+from ...decode.api import attention_decode
 from ...kv_cache.append import kv_append
 from ...kv_cache.selection import PageSummaries, empty_summaries, page_summaries, topk_pages
 from ...ragged.api import attention_varlen
@@ -34,6 +36,8 @@ FP8 = torch.float8_e4m3fn
 # What vLLM calls a cache of e4m3.
 FP8_NAMES = ("fp8", "fp8_e4m3")
 LEAST_CAPABILITY = (8, 0)
+# New tokens of a request for which `attention_decode` is made.
+MOST_DECODED = 16
 # The name of this package in `additional_config`.
 CONFIG = "blackwell_sparsek"
 
@@ -208,6 +212,18 @@ def prompt_runs(offsets: torch.Tensor, most: int, device: torch.device) -> Promp
     return PromptRuns(decodes, *(x.to(device, non_blocking=True) for x in made))
 
 
+def tokens_of_each(offsets: torch.Tensor, most: int, num_tokens: int) -> int | None:
+    """How many new tokens every request has, from offsets on the CPU; None if they differ.
+
+    Requests that pad a graph come last. They have rows among the tokens, but no tokens of their
+    own; their lengths are 0, and so is their output.
+    """
+    if (len(offsets) - 1) * most != num_tokens:
+        return None
+    first = torch.arange(len(offsets), dtype=offsets.dtype) * most
+    return most if torch.equal(offsets, first.clamp(max=int(offsets[-1]))) else None
+
+
 @dataclass
 class SparseKMetadata:
     """One step of the engine, the same for all layers of a cache group."""
@@ -219,14 +235,24 @@ class SparseKMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     causal: bool
+    tokens_of_each: int | None
+    """New tokens of every request if all have the same number; None if not."""
     sparse: SparseReads | None = None
     runs: PromptRuns | None = None
     """Prompts of which part of the cache is read; None if all of it, or if there are none."""
 
-    @property
-    def only_decodes(self) -> bool:
-        """Whether every request has one new token."""
-        return self.max_query_len == 1 and self.num_tokens == self.seq_lens.shape[0]
+
+class StepPart(NamedTuple):
+    """Requests of a step that one call serves."""
+
+    rows: slice
+    """Which queries of the step are theirs."""
+    offsets: torch.Tensor
+    max_tokens: int
+    tokens_of_each: int | None
+    lengths: torch.Tensor
+    block_table: torch.Tensor
+    kv_blocks: torch.Tensor | None = None
 
 
 class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
@@ -271,13 +297,13 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             if getattr(given, name) is not None:
                 raise NotImplementedError(f"{name} is not supported by this backend")
         runs = None
+        host_offsets = given.query_start_loc_cpu[: given.num_reqs + 1]
         if self.sparse is not None and self.sparse.prefill_blocks is not None:
             if not given.causal:
                 raise NotImplementedError(
                     f"{CONFIG}.prefill_blocks reads part of the cache for causal attention only"
                 )
-            offsets, queries = given.query_start_loc_cpu, self.sparse.prefill_queries
-            runs = prompt_runs(offsets[: given.num_reqs + 1], queries, self.device)
+            runs = prompt_runs(host_offsets, self.sparse.prefill_queries, self.device)
         return SparseKMetadata(
             given.num_actual_tokens,
             given.query_start_loc,
@@ -286,6 +312,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             given.slot_mapping,
             given.max_query_len,
             given.causal,
+            tokens_of_each(host_offsets, given.max_query_len, given.num_actual_tokens),
             self.sparse,
             runs,
         )
@@ -387,29 +414,25 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
 
     def _parts(
         self, query: torch.Tensor, keys: torch.Tensor, step: SparseKMetadata
-    ) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """The calls of a step: whose queries, and the arguments that tell their keys."""
+    ) -> Iterator[StepPart]:
+        """The calls of a step: one, unless decoding and prompts read different blocks."""
         summaries, sparse, runs = self._updated_summaries(keys, step), step.sparse, step.runs
-        everything = {
-            "cu_seqlens_q": step.query_start_loc,
-            "max_seqlen_q": step.max_query_len,
-            "cache_seqlens": step.seq_lens,
-            "page_table": step.block_table,
-        }
-        if summaries is None or sparse is None or (runs is None and not step.only_decodes):
-            yield slice(0, step.num_tokens), everything
+        if summaries is None or sparse is None or (runs is None and step.tokens_of_each != 1):
+            yield StepPart(
+                slice(0, step.num_tokens),
+                step.query_start_loc,
+                step.max_query_len,
+                step.tokens_of_each,
+                step.seq_lens,
+                step.block_table,
+            )
             return
         decodes = step.num_tokens if runs is None else runs.decodes
         if decodes:
             lengths, table = step.seq_lens[:decodes], step.block_table[:decodes]
-            of_decodes = {
-                "cu_seqlens_q": step.query_start_loc[: decodes + 1],
-                "max_seqlen_q": 1,
-                "cache_seqlens": lengths,
-                "page_table": table,
-            }
+            chosen = None
             if sparse.decode_blocks is not None:
-                of_decodes["kv_blocks"] = topk_pages(
+                chosen = topk_pages(
                     query[:decodes, :, None],
                     summaries,
                     sparse.decode_blocks,
@@ -418,7 +441,8 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
                     keep_first=sparse.keep_first,
                     keep_last=sparse.keep_last,
                 )
-            yield slice(0, decodes), of_decodes
+            offsets = step.query_start_loc[: decodes + 1]
+            yield StepPart(slice(0, decodes), offsets, 1, 1, lengths, table, chosen)
         if runs is None:
             return
         assert sparse.prefill_blocks is not None
@@ -433,16 +457,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             keep_first=sparse.keep_first,
             keep_last=sparse.kept_of_run(keys.shape[1]),
         )
-        yield (
-            prompts,
-            {
-                "cu_seqlens_q": runs.starts,
-                "max_seqlen_q": sparse.prefill_queries,
-                "cache_seqlens": lengths,
-                "page_table": table,
-                "kv_blocks": chosen,
-            },
-        )
+        yield StepPart(prompts, runs.starts, sparse.prefill_queries, None, lengths, table, chosen)
 
     def forward(
         self,
@@ -468,21 +483,50 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         k_scale, v_scale = self._scales(layer)
         keys, values = self._pages(kv_cache)
         out = output[:tokens].view(tokens, self.num_heads, self.head_size)
-        for rows, of_keys in self._parts(query[:tokens], keys, attn_metadata):
-            attention_varlen(
-                query[:tokens][rows],
-                keys,
-                values,
-                **of_keys,
-                causal=attn_metadata.causal,
-                window=self.window,
-                scale=self.scale,
-                softcap=self.softcap,
-                sinks=self.sinks,
-                alibi_slopes=self.slopes,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                out=out[rows],
-                batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            )
+        options: dict[str, Any] = {
+            "causal": attn_metadata.causal,
+            "window": self.window,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "alibi_slopes": self.slopes,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        for part in self._parts(query[:tokens], keys, attn_metadata):
+            _attend(query[:tokens], keys, values, out, part, options)
         return output
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    part: StepPart,
+    options: dict[str, Any],
+) -> None:
+    """Attention of a part of the queries of a step, into its rows of `out`."""
+    q, o = query[part.rows], out[part.rows]
+    options = {
+        **options,
+        "cache_seqlens": part.lengths,
+        "page_table": part.block_table,
+        "kv_blocks": part.kv_blocks,
+    }
+    each = part.tokens_of_each
+    # decoding splits long sequences by what else is in the batch
+    if each is None or not 1 <= each <= MOST_DECODED or envs.VLLM_BATCH_INVARIANT:
+        attention_varlen(
+            q,
+            keys,
+            values,
+            part.offsets,
+            max_seqlen_q=part.max_tokens,
+            out=o,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            **options,
+        )
+        return
+    q, o = (x.unflatten(0, (-1, each)).transpose(1, 2) for x in (q, o))
+    attention_decode(q, keys, values, out=o, **options)
