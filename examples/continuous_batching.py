@@ -145,7 +145,7 @@ def rotations():
 def main():
     """Serve random requests and print each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=6, help="how many to serve")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     sizes = torch.randint(3, 60, (arguments.requests,)).tolist()
@@ -154,9 +154,9 @@ def main():
         for i, n in enumerate(sizes)
     ]
     for step, counts in enumerate(serve(Model().eval(), requests, rotations())):
-        print(f"step {step}: {sum(counts)} tokens of {len(counts)} requests: {counts}")
+        print(f"step {step:2}: {sum(counts):2} tokens, by request {counts}")
     for request in requests:
-        print(f"{len(request.prompt)} tokens + {request.generated}")
+        print(f"prompt of {len(request.prompt):2} tokens, generated {request.generated}")
 
 
 if __name__ == "__main__":

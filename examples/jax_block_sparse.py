@@ -136,7 +136,7 @@ def train(steps: int, seed: int = 0) -> list[float]:
 def main() -> None:
     """Train from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="of training")
     train(parser.parse_args().steps)
 
 

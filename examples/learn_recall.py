@@ -91,9 +91,11 @@ def train(name, steps):
 def main():
     """Train the layers that were named, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("layers", nargs="*", help=", ".join(LAYERS))
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("layers", nargs="*", help=f"of {', '.join(LAYERS)}; all by default")
+    parser.add_argument("--steps", type=int, help="by default as many as each needs")
     arguments = parser.parse_args()
+    if unknown := set(arguments.layers) - set(LAYERS):
+        parser.error(f"unknown layer {unknown.pop()!r}; expected some of {', '.join(LAYERS)}")
     for name in arguments.layers or LAYERS:
         started = time.perf_counter()
         _, accuracy = train(name, arguments.steps or STEPS[name])

@@ -182,8 +182,10 @@ def main():
     parser.add_argument("--method", default="auto", help="of bsk.distributed.attention")
     parser.add_argument("--tile", type=int, default=16, help="tokens that stay together")
     parser.add_argument("--llama", action="store_true", help="train a model of transformers")
-    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=21, help="of training")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 " + parser.prog)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     if kind == "cuda":

@@ -3,7 +3,8 @@
 A random Llama stands in for a real one; give `--model` a name or folder to load instead. The same
 prompt is read with dense attention, with a window and a sink block, and with the blocks of keys
 that promise most. Printed are the share of the causal blocks that each reads, the time of the
-prompt, and how far the next-token probabilities move.
+prompt, how far the next-token probabilities move from those of dense attention (total variation,
+0 to 1), and the tokens that are generated. Random weights move far; trained ones move less.
 
     python examples/sparse_long_context.py
     python examples/sparse_long_context.py --model meta-llama/Llama-3.1-8B --length 32768
@@ -21,8 +22,7 @@ CHOICES = {
     "dense": None,
     "window + sinks": BlockSparse(window=256, global_blocks=1, block_size=64),
     "top-k blocks": BlockSparse(top_k=4, global_blocks=1, window=64, block_size=64),
-    # the first layer stays dense
-    "all but layer 0": {1: BlockSparse(window=256, global_blocks=1, block_size=64)},
+    "all but layer 0": lambda layer: CHOICES["window + sinks"] if layer else None,
 }
 
 
@@ -50,12 +50,12 @@ def load(name, device):
     return transformers.LlamaForCausalLM(config).to(device, dtype)
 
 
-def share(sparse, length):
-    """Blocks that a sparse layer reads, over those of a causal one."""
+def share(sparse, length, layers):
+    """Blocks that the layers read, over those of dense causal attention."""
     if sparse is None:
         return 1.0
-    if isinstance(sparse, dict):
-        return (1.0 + share(sparse[1], length)) / 2
+    if callable(sparse):
+        return sum(share(sparse(layer), length, 1) for layer in range(layers)) / layers
     blocks = sparse.blocks(length, length)[0, 0]
     rows = torch.arange(1, blocks.shape[0] + 1)
     read = torch.minimum(blocks.sum(1) + (sparse.top_k or 0), rows)
@@ -84,10 +84,11 @@ def main():
         probabilities = model(prompt, logits_to_keep=1).logits[0, -1].float().softmax(-1).cpu()
         seconds = time.perf_counter() - started
         dense = probabilities if dense is None else dense
+        part = share(sparse, arguments.length, model.config.num_hidden_layers)
         moved = (probabilities - dense).abs().sum() / 2
         out = model.generate(prompt, max_new_tokens=arguments.new_tokens, do_sample=False)
         print(
-            f"{label:<15}  {share(sparse, arguments.length):5.1%} of the blocks  "
+            f"{label:<15}  {part:6.1%} of the blocks  "
             f"{seconds * 1e3:8.1f} ms  moved {moved:.3f}  "
             f"then {out[0, arguments.length :].tolist()}",
             flush=True,

@@ -86,6 +86,15 @@ def test_the_text_is_that_of_the_name(name):
         assert resolved(source) is public()[name]
 
 
+def test_the_index_names_everything():
+    text = (FOLDER / "index.md").read_text()
+    named = set(re.findall(r"`([\w.]+)`", text))
+    # integrations are listed by library, functions for JAX by the names that they have there
+    ours = {name for name in public() if not name.startswith(("bsk.integrations.", "bsk_jax."))}
+    missing = {name.removeprefix("bsk.") for name in ours} - named
+    assert missing == {"__version__"}
+
+
 def test_planted_entries_are_found(tmp_path):
     text = f"# A\n\n{directive('bsk.matmul', bsk.matmul)}\n## bsk.__version__\n"
     (tmp_path / "a.md").write_text(text)

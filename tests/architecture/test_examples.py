@@ -71,6 +71,38 @@ def test_every_public_function_has_an_example():
     assert without == []
 
 
+# What a function returns, with the example in the docstring of that function.
+RESULTS = {"MethodDecision", "PageSummaries", "SentBytes", "SparsifiedLayer", "Traffic"}
+# Made by `ColwiseBSR`, whose example has both.
+MADE = {"ParallelBSRLinear", "RowwiseBSR"}
+
+
+def public_classes(module):
+    """Classes among the public names but exceptions, those of public modules included."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            yield from public_classes(value)
+        elif inspect.isclass(value) and not issubclass(value, Exception):
+            yield value
+
+
+def test_every_public_class_has_an_example():
+    found = set(public_classes(bsk))
+    without = {c.__name__ for c in found if ">>>" not in (inspect.getdoc(c) or "")}
+    assert without == RESULTS | MADE
+
+
+def test_every_public_function_says_what_it_raises():
+    # it takes no arguments
+    without = {
+        f.__qualname__
+        for f in public_functions(bsk)
+        if not re.search(r"^Raises\n-----|\braises?\b", inspect.getdoc(f) or "", re.I | re.M)
+    }
+    assert without == {"count_bytes"}
+
+
 def unexplained(function):
     """Parameters that the documentation of a function does not name."""
     text = inspect.getdoc(function) or ""

@@ -298,7 +298,7 @@ def test_explain():
     decision = bsk_jax.explain(bsk_jax.attention, *arrays, causal=True)
     assert decision.chosen == "jnp" and "triton" in decision.reasons
     problem = f"on {jax.default_backend()}, float32, batch 2, heads 4:2"
-    assert problem in str(decision) and "banded" in str(decision)
+    assert problem in str(decision) and "causal or window" in str(decision)
     assert "not triton: " in str(decision)
     with pytest.raises(InvalidInput, match="fn chose no implementation"):
         bsk_jax.explain(jnp.sin, 1.0)

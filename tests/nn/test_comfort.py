@@ -137,7 +137,7 @@ def test_a_summary_names_what_was_left_out():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Bilinear(32, 32, 8))
     summary = bsk.prune.sparsify_(model, 16, 0.5, exclude="1")
     assert summary.skipped == {"1": "is excluded by '1'"}
-    assert "1: skipped, is excluded by '1'" in str(summary)
+    assert "1: skipped, it is excluded by '1'" in str(summary)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     assert bsk.prune.sparsify_(model, 16, 0.5, include="0").skipped == {"1": "is not included"}
 

@@ -47,7 +47,7 @@ def test_replaces_layers_shares_them_and_skips_tied_ones():
     assert summary.bytes_after < 0.35 * summary.bytes_before
     text = str(summary)
     assert "blocks.1  64 x 64  4/16 blocks  density 0.250" in text
-    assert "head: skipped, shares a parameter" in text and "4 layers, density 0.250" in text
+    assert "head: skipped, it shares a parameter" in text and "4 layers, density 0.250" in text
     model(TOKENS).sum().backward()
     assert model.up.values.grad is not None
 

@@ -126,3 +126,9 @@ def test_nothing_in_the_wheel_imports_what_is_left_out():
     found = reachable(modules, starts)
     assert found & left_out == set()
     assert "blackwell_sparsek.testing.tolerance" in found  # which bench imports
+
+
+def test_the_guide_names_the_largest_wheel():
+    text = (REPOSITORY / "docs" / "guides" / "packaging.md").read_text()
+    (limit,) = re.findall(r"smaller than ([\d.]+) MB", text)
+    assert float(limit) * 1e6 == check_dist.LARGEST_WHEEL

@@ -200,6 +200,13 @@ def attention(
     lse : fp32 `[B, Hq, Sq]`
         Natural logarithm; only with `return_lse`. fp64 for fp64 inputs. Differentiable.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Examples
     --------
     >>> import torch

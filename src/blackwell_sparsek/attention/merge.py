@@ -41,6 +41,11 @@ def merge_states(
     o : `[..., Dv]`, dtype of o_a
     lse : `[...]`
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+
     Examples
     --------
     >>> import torch

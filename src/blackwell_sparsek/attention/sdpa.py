@@ -61,6 +61,13 @@ def scaled_dot_product_attention(
     -------
     `[..., Hq, L, Ev]`; rows that see nothing are 0.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        For dropout.
+
     Examples
     --------
     >>> import torch

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import math
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from .._version import __version__
@@ -88,9 +89,20 @@ def why_no_kernel(text: str) -> str | None:
     kernel = text.split("/")[0]
     if any(kernel in name for name in KERNELS):
         return None
-    near = difflib.get_close_matches(kernel, KERNELS, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(KERNELS)}"
-    return f"no kernel has {kernel!r} in its name; {hint}"
+    return f"no kernel has {kernel!r} in its name; {did_you_mean(kernel, KERNELS)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The names that are most like a mistyped one, or all of them if none is.
+
+    Examples
+    --------
+    >>> did_you_mean("atention", ["matmul", "attention"])
+    'did you mean attention?'
+    """
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
 
 
 def kernel_filter(text: str) -> str:
@@ -103,7 +115,9 @@ def kernel_filter(text: str) -> str:
 def parser() -> argparse.ArgumentParser:
     """All subcommands."""
     top = argparse.ArgumentParser(
-        prog="bsk", description="Block-sparse products and attention for PyTorch."
+        prog="bsk",
+        description="Block-sparse products and attention for PyTorch.",
+        epilog="Begin with `bsk info` and `bsk bench --quick`; `bsk COMMAND --help` explains each.",
     )
     top.add_argument("--version", action="version", version=f"bsk {__version__}")
     subparsers = top.add_subparsers(metavar="COMMAND", dest="command")
@@ -117,7 +131,8 @@ def _bench(subparsers: Any) -> None:
         "bench",
         help="measure suites against every peer that is installed",
         description="Every result is checked against fp64 before it is timed. Times are medians of "
-        "interleaved rounds from cold caches. Results are kept after every case.",
+        "interleaved rounds from cold caches. Results are saved after every case. Without a "
+        "SUITE, the group `founding` runs, or `quick` with --quick.",
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="suites or groups; see --list")
     parser.add_argument("--list", action="store_true", help="list suites, groups and peers")
@@ -128,29 +143,29 @@ def _bench(subparsers: Any) -> None:
         type=pathlib.Path,
         default=pathlib.Path("bsk-results"),
         metavar="DIR",
-        help="where SUITE.json goes (default bsk-results)",
+        help="where SUITE.json is written (default bsk-results)",
     )
     parser.add_argument("--device", help="cpu or cuda; the GPU if there is one")
     parser.add_argument("--peers", metavar="A,B", help="only these peers; bsk always takes part")
-    parser.add_argument("--case", metavar="PATTERN", help="only cases with this in their name")
-    parser.add_argument("--mode", action="append", choices=MODES, help="only these ways of timing")
+    parser.add_argument("--case", metavar="PATTERN", help="only cases whose name contains this")
+    parser.add_argument("--mode", action="append", choices=MODES, help="time in this way only")
     parser.add_argument(
-        "--seconds", type=seconds, default=0.3, metavar="N", help="for each case (default 0.3)"
+        "--seconds", type=seconds, default=0.3, metavar="N", help="time per case (default 0.3)"
     )
     parser.add_argument(
         "--prepare",
         type=positive,
         metavar="JOBS",
-        help="time nothing: compile what the suites need in this many processes",
+        help="only compile what the suites need, in this many processes",
     )
-    parser.add_argument("--commit", help="what to note where this is no git checkout")
+    parser.add_argument("--commit", help="the commit to record; by default that of the checkout")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--time-left",
         type=seconds,
         metavar="SECONDS",
-        help="begin nothing after this time (default 45 with --quick, 240 with --prepare)",
+        help="start no case after this time (default 45 with --quick, 240 with --prepare)",
     )
     parser.set_defaults(run="bench:run")
 
@@ -180,64 +195,66 @@ def _report(subparsers: Any) -> None:
 def _compare(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
-        help="say what became slower between two runs",
-        description="The exit status is 1 when a case of ours became slower beyond the noise of "
-        "both runs, or does not run any more, and when there is nothing to compare; 2 when some "
-        "files cannot be compared.",
+        help="list what became slower between two runs",
+        description="The exit status is 1 if a case of this package became slower by more than the "
+        "noise of both runs or fails now, or if there is nothing to compare; 2 if some files "
+        "cannot be compared.",
     )
     parser.add_argument("old", type=pathlib.Path, help="a results file, or a folder of them")
     parser.add_argument("new", type=pathlib.Path, help="a results file, or a folder of them")
-    parser.add_argument("--force", action="store_true", help="even if the machines differ")
+    parser.add_argument("--force", action="store_true", help="compare even if the machines differ")
     parser.set_defaults(run="compare:run")
 
 
 def _profile(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "profile",
-        help="measure a case with ncu, or read registers and instructions of a kernel",
-        description="CASE is part of the name of a benchmark case (see `bsk bench`) where ncu and "
-        "a GPU are here. Otherwise, and with --arch, it is part of the name of a kernel variant, "
-        "and the profile is static: what the compiler made of it, for any GPU. A part of a variant "
-        "stands after its kernel: attn_fwd/bfloat16.",
+        help="profile a case with Nsight Compute, or a compiled kernel without a GPU",
+        description="With a GPU and Nsight Compute (ncu), CASE is part of the name of a benchmark "
+        "case, and ncu profiles it. Without them, or with --arch, CASE is part of a kernel's name, "
+        "such as attn_fwd, or a kernel and the beginning of a variant, attn_fwd/bfloat16; bsk then "
+        "prints registers, spills, instructions and occupancy of the compiled kernel.",
     )
-    parser.add_argument("case", metavar="CASE", help="part of a name")
-    _add_arch(parser, "static, for this GPU")
-    parser.add_argument("--jobs", type=positive, default=2, help="compiling processes (default 2)")
+    parser.add_argument("case", metavar="CASE", help="part of the name of a case or kernel")
+    _add_arch(parser, f"compile for this GPU: {known_architectures()}")
+    parser.add_argument(
+        "--jobs", type=positive, default=2, metavar="N", help="compiler processes (default 2)"
+    )
     parser.set_defaults(run="profile:run")
 
 
 def _info(subparsers: Any) -> None:
-    parser = subparsers.add_parser("info", help="say what is installed, what runs here and why")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser = subparsers.add_parser("info", help="show what is installed, what runs here, and why")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run="info:run_info")
 
 
 def _explain(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "explain", help="say which implementation would run, and why not the others"
+        "explain", help="show which implementation would run, and why not the others"
     )
     kinds = parser.add_subparsers(metavar="FUNCTION", required=True)
-    one = kinds.add_parser("attention", help="of bsk.attention")
+    one = kinds.add_parser("attention", help="a call of bsk.attention")
     one.add_argument("--q", default="1x16x4096x128", metavar="BxHxSxD", help="shape of q")
-    one.add_argument("--kv-heads", type=positive, metavar="N", help="as many as q has unless given")
-    one.add_argument("--kv-length", type=positive, metavar="N", help="as long as q unless given")
+    one.add_argument("--kv-heads", type=positive, metavar="N", help="default: as many as q")
+    one.add_argument("--kv-length", type=positive, metavar="N", help="default: as long as q")
     one.add_argument("--causal", action="store_true")
     one.add_argument("--window", type=int, metavar="N", help="the N latest keys")
-    one.add_argument("--block", metavar="QxK", help="blocks of a random block mask")
+    one.add_argument("--block", metavar="QxK", help="use a random block mask")
     one.set_defaults(run="info:explain_attention")
-    two = kinds.add_parser("matmul", help="of bsk.matmul")
+    two = kinds.add_parser("matmul", help="a call of bsk.matmul")
     two.add_argument("--weight", default="4096x4096", metavar="RxC", help="shape of the matrix")
     two.add_argument("--n", type=positive, default=1024, metavar="N", help="columns, or tokens")
     two.add_argument("--block", default="64x64", metavar="HxW", help="blocks of the matrix")
     two.add_argument("--linear", action="store_true", help="x @ W.T, the order of a layer")
     two.set_defaults(run="info:explain_matmul")
-    three = kinds.add_parser("decode", help="of bsk.attention_decode")
+    three = kinds.add_parser("decode", help="a call of bsk.attention_decode")
     three.add_argument("--q", default="1x32x1x128", metavar="BxHxSxD", help="shape of q")
     three.add_argument("--kv-heads", type=positive, default=8, metavar="N")
     three.add_argument(
         "--kv-length", type=positive, default=8192, metavar="N", help="cached tokens"
     )
-    three.add_argument("--page-size", type=positive, metavar="N", help="contiguous unless given")
+    three.add_argument("--page-size", type=positive, metavar="N", help="default: contiguous")
     three.set_defaults(run="info:explain_decode", density=1.0)
     for each in (one, two):
         each.add_argument("--density", type=float, default=0.22, help="share of kept blocks")
@@ -250,8 +267,9 @@ def _explain(subparsers: Any) -> None:
 def _memory(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "memory",
-        help="say how much memory KV caches take, and what grouped heads save",
-        description="Known models, or one of your own: --layers, --heads and --head-dim.",
+        help="show how much memory KV caches take, and what GQA saves",
+        description="Describe your own model with --layers, --heads and --head-dim; without them, "
+        "well-known models are shown.",
     )
     parser.add_argument(
         "--tokens", type=positive, default=16384, help="cached tokens (default 16384)"
@@ -267,19 +285,22 @@ def _compile(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compile",
         help="compile kernels for a GPU ahead of their first use",
-        description="Builds every variant that is listed for a kernel into Triton's cache. Works "
-        "without a GPU: copy the cache, or make it part of an image.",
+        description="Compiles kernels into Triton's cache. No GPU is needed: copy the cache to the "
+        "machine that has one, or make it part of an image.",
     )
     parser.add_argument(
         "filter",
         nargs="?",
         type=kernel_filter,
         default="",
-        help="part of a kernel's name, such as attn_fwd, or with the beginning of a variant, "
-        "attn_fwd/bfloat16-d128",
+        metavar="KERNEL",
+        help="part of a kernel's name, such as attn_fwd, or a kernel and the beginning of a "
+        "variant, attn_fwd/bfloat16-d128; without it, all kernels",
     )
-    _add_arch(parser, f"this GPU's unless given; {known_architectures()}")
-    parser.add_argument("--jobs", type=positive, default=2, help="processes (default 2)")
+    _add_arch(parser, f"{known_architectures()}; default: this GPU")
+    parser.add_argument(
+        "--jobs", type=positive, default=2, metavar="N", help="compiler processes (default 2)"
+    )
     parser.set_defaults(run="precompile:run")
 
 
@@ -291,8 +312,7 @@ def _tune(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="search for faster tiles of the portable kernels on this GPU",
-        description="What is found is used only by processes in which BSK_CONFIG_DIR names the "
-        "folder it was written to.",
+        description="To use the tiles that were found, set BSK_CONFIG_DIR to the folder.",
     )
     parser.add_argument(
         "-o",
@@ -300,6 +320,6 @@ def _tune(subparsers: Any) -> None:
         type=pathlib.Path,
         default=pathlib.Path("bsk-tuned"),
         metavar="DIR",
-        help="where device_name=....json goes (default bsk-tuned)",
+        help="where the tiles are written (default bsk-tuned)",
     )
     parser.set_defaults(run="tune:run")

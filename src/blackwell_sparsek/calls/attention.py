@@ -201,8 +201,9 @@ class AttnProblem:
 
     def __str__(self) -> str:
         direction = "backward" if self.backward else "forward"
-        flags = ("varlen", "banded", "softcap", "sinks", "alibi", "bias", "deterministic")
-        extras = [name for name in flags if getattr(self, name)]
+        flags = ("varlen", "softcap", "sinks", "alibi", "bias", "deterministic")
+        extras = ["causal or window"] if self.banded else []
+        extras += [name for name in flags if getattr(self, name)]
         if self.mask_block is not None:
             extras.append(f"blocks {self.mask_block[0]} x {self.mask_block[1]}")
         return (

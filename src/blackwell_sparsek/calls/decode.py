@@ -132,7 +132,8 @@ class DecodeProblem:
         return self.q_len * self.heads_q // max(self.heads_kv, 1)
 
     def __str__(self) -> str:
-        extras = [name for name in ("banded", "softcap", "sinks", "alibi") if getattr(self, name)]
+        extras = ["causal or window"] if self.banded else []
+        extras += [name for name in ("softcap", "sinks", "alibi") if getattr(self, name)]
         if self.page_size is not None:
             extras.append(f"pages of {self.page_size}")
         if self.block_size is not None:

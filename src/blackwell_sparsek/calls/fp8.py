@@ -100,7 +100,15 @@ def descale_shape(shape: torch.Size, scale: str, block: int) -> tuple[int, ...]:
 
 
 class Quantized(NamedTuple):
-    """Values in fp8 with their scales; `dequantize` gives back what they stand for."""
+    """Values in fp8 with their scales, from `bsk.fp8.quantize`.
+
+    Examples
+    --------
+    >>> import torch, blackwell_sparsek as bsk
+    >>> made = bsk.fp8.quantize(torch.tensor([[1.0, 2.0]]), "tensor")
+    >>> made.data.dtype, made.dequantize()
+    (torch.float8_e4m3fn, tensor([[1., 2.]]))
+    """
 
     data: torch.Tensor
     """fp8 [..., S, D]"""

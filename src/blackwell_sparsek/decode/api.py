@@ -161,6 +161,13 @@ def attention_decode(
     lse : fp32 `[B, Hq, Sq]`
         Only with `return_lse`.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Notes
     -----
     An out-of-range length, page or block is never read. `triton` cannot raise from

@@ -207,6 +207,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision | Mod
     ModelReport
         For a model alone: `.layers`, `.dense_layers`, `.attention`, `.choosing`; prints as a table.
 
+    Raises
+    ------
+    InvalidInput
+        If the call itself would be refused.
+    Unsupported
+        If `fn` is no function of this package.
+
     Examples
     --------
     >>> import torch, blackwell_sparsek as bsk

@@ -112,6 +112,11 @@ def sparsity_report(model: torch.nn.Module, *, tokens: int = 4096) -> SparsityRe
     SparsityReport
         `.layers`, a record for each layer; `.parameters` and `.bytes` of the model.
 
+    Raises
+    ------
+    InvalidInput
+        If `tokens` is below 1; `InvalidType` if `model` is no module.
+
     Examples
     --------
     >>> import torch, blackwell_sparsek as bsk

@@ -182,14 +182,14 @@ def attention(
 
     Ranks compare their arguments before they exchange data: if one has failed or differs, all
     raise. They do so in every call if the group has a backend for the CPU, such as gloo, and
-    otherwise, since the host has to wait for it, in the first call with new sizes or options. A
-    rank that fails later, or does not call at all, ends the others by the timeout of the group.
+    otherwise, since the host has to wait for it, in the first call with new sizes or options. If a
+    rank fails later, or does not call at all, the others end with the timeout of the group.
 
     Masks of shards are made on the CPU in the first call with a plan, mask and options, and kept
     for later ones; a mask or `cu_seqlens` on a GPU is copied for this, which waits.
 
-    `bsk.explain(bsk.distributed.attention, ...)` tells the method, the bytes that each rank sends,
-    the imbalance, and why not the other methods. One rank may ask alone if there is a plan.
+    `bsk.explain(bsk.distributed.attention, ...)` shows the method, the bytes that each rank sends,
+    the imbalance, and why not the other methods. With a plan, one rank can ask alone.
 
     Examples
     --------

@@ -139,6 +139,13 @@ def attention_decode(
     lse : fp32 `[B, Hq, Sq]`
         Only with `return_lse`.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        For a window over a cache that is split by sequence.
+
     Examples
     --------
     In a group of one:

@@ -8,7 +8,7 @@ from .traffic import Traffic
 
 @dataclass(frozen=True)
 class MethodDecision(Decision):
-    """The method of `bsk.distributed.attention`, why not the others, and what it costs.
+    """What `bsk.explain(bsk.distributed.attention, ...)` returns: a method, and what it costs.
 
     `chosen`, `asked` and `reasons` are about methods, `problem` is the plan in words. `traffic` is
     what each rank sends in the forward and the backward pass, `imbalance` the work of the busiest

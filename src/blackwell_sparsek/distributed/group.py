@@ -29,7 +29,7 @@ class Members(NamedTuple):
 
 
 class SentBytes:
-    """Bytes of keys, values, queries, results and gradients that this process sent to others."""
+    """What `count_bytes` counted: `total` bytes that this process sent to others."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -40,12 +40,19 @@ _counters: list[SentBytes] = []
 
 @contextmanager
 def count_bytes() -> Iterator[SentBytes]:
-    """Inside, count what the functions of `bsk.distributed` send from this process to others.
+    """A context manager that counts what `bsk.distributed` sends from this process to others.
 
-    The few bytes by which ranks compare their arguments are not counted.
+    Queries, keys, values, results and gradients count; the few bytes with which ranks compare
+    their arguments do not.
+
+    Yields
+    ------
+    SentBytes
 
     Examples
     --------
+    Within a group of one, nothing is sent:
+
     >>> with count_bytes() as sent:
     ...     pass
     >>> sent.total

@@ -2,7 +2,7 @@
 
 Styles for `torch.distributed.tensor.parallel.parallelize_module`, beside torch's own. A rank holds
 the blocks of its own outputs or inputs. They are one DTensor, `Shard(0)`, padded to the number of
-blocks of the rank that has the most, so that optimisers, gradient clipping and FSDP2 treat them
+blocks of the rank that has the most, so that optimizers, gradient clipping and FSDP2 treat them
 like any other parameter that is split.
 """
 
@@ -43,6 +43,11 @@ class FeatureSplit:
     units : tuple of tuples of int
         The units of each rank, ascending; every rank has the same number, and each unit is owned
         once.
+
+    Raises
+    ------
+    InvalidInput
+        If ranks own different numbers of units, or a unit twice.
 
     Examples
     --------
@@ -116,6 +121,11 @@ def split_features(
     Returns
     -------
     FeatureSplit
+
+    Raises
+    ------
+    InvalidInput
+        If the layers have different numbers of features, or these do not split evenly.
 
     Examples
     --------
@@ -220,7 +230,7 @@ class _Parts:
 
 
 class ParallelBSRLinear(BSRLinear):
-    """A `BSRLinear` of which each rank holds some outputs or inputs; made by the styles.
+    """A `BSRLinear` split over ranks; `ColwiseBSR` and `RowwiseBSR` make it.
 
     `in_features`, `out_features`, `weight` and `nnz_blocks` are those of this rank. `state_dict` is
     that of the whole layer, gathered, so a checkpoint loads into any number of ranks or into a
@@ -302,7 +312,7 @@ class ParallelBSRLinear(BSRLinear):
         """Keep this rank's part of the values and bias of the whole layer.
 
         With `new` they become parameters of their own; otherwise they are written into those that
-        exist, where an optimiser, FSDP2 or DDP knows them.
+        exist, where an optimizer, FSDP2 or DDP knows them.
         """
         rank, placed = self._mesh.get_local_rank(), self._placements()
         local = {"values": self._parts.values_of(rank, values)}
@@ -506,13 +516,25 @@ class ColwiseBSR(_Style):
     use_local_output : bool
         Return a plain tensor instead of a DTensor.
 
+    Raises
+    ------
+    InvalidInput
+        When applied, if the split does not fit the layer.
+
     Examples
     --------
-    On every rank, with a mesh of the ranks::
+    In a group of one:
 
-        split = split_features([(mlp.up, "rows"), (mlp.down, "columns")], mesh.size())
-        plan = {"up": ColwiseBSR(split), "down": RowwiseBSR(split)}
-        parallelize_module(mlp, mesh, plan)
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,))
+    >>> mlp = torch.nn.Sequential(BSRLinear(64, 128, 16), BSRLinear(128, 64, 16))
+    >>> split = split_features([(mlp[0], "rows"), (mlp[1], "columns")], mesh.size())
+    >>> styles = {"0": ColwiseBSR(split), "1": RowwiseBSR(split)}
+    >>> parallelize_module(mlp, mesh, styles)(torch.randn(3, 64)).shape
+    torch.Size([3, 64])
+    >>> dist.destroy_process_group()
     """
 
     _side = "rows"
@@ -522,8 +544,8 @@ class ColwiseBSR(_Style):
 class RowwiseBSR(_Style):
     """Split the inputs of a `BSRLinear` among the ranks of a mesh; outputs are summed.
 
-    See `ColwiseBSR`, whose default output is the default input here. The bias is added once, to the
-    sum. A layer with an activation is refused.
+    See `ColwiseBSR`, also for an example: its default output is the default input here. The bias is
+    added once, to the sum. A layer with an activation is refused.
 
     Parameters
     ----------

@@ -54,6 +54,11 @@ class Plan:
     work : tuple of float
         Work of each rank in any unit, as `imbalance` reports it.
 
+    Raises
+    ------
+    InvalidInput
+        If tiles are missing, or owned twice.
+
     Examples
     --------
     >>> plan = Plan.contiguous(100, 2, tile=16)
@@ -370,13 +375,13 @@ def balance(
     tile: int | None = None,
     weights: Sequence[float] | None = None,
 ) -> Plan:
-    """Assign the tiles of a sequence to ranks so that kept work and tokens are even.
+    """Assign the tiles of a sequence to ranks, with the same work and tokens for each.
 
     Work is the number of kept blocks of the queries of a tile, over batch and heads. Each rank gets
     the same number of tiles, give or take one, because the layers between attention cost the same
-    for every token. Of contiguous runs, zigzag (run i with run `2 * world_size - 1 - i`) and
-    longest first, of ever shorter runs and with exchanges afterwards, the first whose imbalance is
-    at most 1.02 is taken, otherwise the most even: fewer runs mean fewer keys to fetch.
+    for every token. Contiguous runs, zigzag and longest first are tried, with ever shorter runs;
+    the first plan with an imbalance of at most 1.02 is taken, else the most even. Longer runs
+    fetch fewer keys.
 
     Waits for the device of a mask.
 
@@ -397,6 +402,11 @@ def balance(
     Returns
     -------
     Plan
+
+    Raises
+    ------
+    InvalidInput
+        If lengths, tile or weights do not fit the masks.
 
     Examples
     --------

@@ -18,7 +18,14 @@ NEARLY_ALL = 0.9
 
 
 class Shapes(NamedTuple):
-    """The sizes of q, k and v but for the tokens."""
+    """Sizes of q, k and v, except for the number of tokens.
+
+    Examples
+    --------
+    >>> q, k = torch.empty(1, 8, 32, 64), torch.empty(1, 2, 32, 64)
+    >>> Shapes.of(q, k, k) == Shapes(1, 8, 2, 64, 64, torch.float32)
+    True
+    """
 
     batch: int
     heads_q: int
@@ -41,7 +48,7 @@ class Shapes(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that each rank sends to others."""
+    """Bytes that each rank sends to others, as `traffic` returns them."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -57,7 +64,7 @@ def traffic(
     block_mask: Any = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Traffic:
-    """What `bsk.distributed.attention` sends under a plan, without lse; needs no processes.
+    """Bytes that each rank sends in `bsk.distributed.attention`, computed without processes.
 
     Parameters
     ----------
@@ -71,6 +78,11 @@ def traffic(
     -------
     Traffic
         Of the forward and the backward pass, by rank.
+
+    Raises
+    ------
+    InvalidInput
+        For an unknown method, or a mask that does not fit the plan.
 
     Examples
     --------

@@ -58,7 +58,7 @@ def quantize(
         Tokens that share a scale under `scale="block"`.
     smooth : bool
         Subtract the mean over the tokens from every token of a head, and return it. For keys this
-        changes all scores of a query by the same number, which the softmax takes out again.
+        changes all scores of a query by the same number, which softmax cancels.
     hadamard : bool
         Multiply channels by the Hadamard matrix over sqrt(D), which spreads outliers over all
         channels. Products of queries and keys that are both rotated stay the same. D must be a
@@ -73,6 +73,13 @@ def quantize(
     -------
     Quantized
         `data` with the shape of x, `descale`, and what `dequantize()` needs besides.
+
+    Raises
+    ------
+    InvalidInput
+        For shapes, dtypes and options that do not fit, and if x requires a gradient.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------

@@ -93,8 +93,8 @@ def attention(
     q, k, v : fp16, bf16 or fp32, shapes as in `bsk.attention`
     causal, window, block_mask, scale, softcap, sinks : as in `bsk.attention`
     smooth_k : bool, optional
-        Subtract the mean over the tokens from the keys before rounding, which softmax takes out
-        again; not so with softcap or sinks, where it is refused. By default wherever it is exact.
+        Subtract the mean over the tokens from the keys before rounding, which softmax cancels. It
+        would not with softcap or sinks, where True is refused. By default wherever it is exact.
     hadamard : bool
         Rotate queries and keys before rounding, which spreads outliers over all channels. D must be
         a power of two up to 256. This helps where outliers are scattered, and harms where a few
@@ -109,6 +109,13 @@ def attention(
     out : `[B, Hq, Sq, Dv]`, dtype of q
     lse : fp32 `[B, Hq, Sq]`
         Only with `return_lse`.
+
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------

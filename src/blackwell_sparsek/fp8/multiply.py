@@ -47,6 +47,13 @@ def matmul(
     -------
     Tensor `[..., N]`
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Examples
     --------
     >>> import torch

@@ -119,6 +119,11 @@ def flash_attn_func(
     out : `[B, Sq, Hq, Dv]`
     lse : fp32 `[B, Hq, Sq]`
 
+    Raises
+    ------
+    Unsupported
+        For an argument that cannot be honoured; the message names it.
+
     Examples
     --------
     >>> import torch
@@ -255,6 +260,19 @@ def flash_attn_varlen_func(
     -------
     out : `[Tq, Hq, Dv]`
     lse : fp32 `[Hq, Tq]`
+
+    Raises
+    ------
+    Unsupported
+        For an argument that cannot be honoured; the message names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q = k = v = torch.randn(10, 4, 16)
+    >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, k, v, offsets, offsets, 7, 7, causal=True).shape
+    torch.Size([10, 4, 16])
     """
     op = "flash_attn_varlen_func"
     _refuse(
@@ -385,6 +403,19 @@ def flash_attn_with_kvcache(
     -------
     out : as q, with Dv in place of D
     lse : fp32 `[B, Hq, Sq]`, or `[Hq, Tq]`
+
+    Raises
+    ------
+    Unsupported
+        For an argument that cannot be honoured; the message names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> k_cache, v_cache = torch.zeros(2, 1, 32, 2, 16)
+    >>> q, k, v = torch.randn(1, 1, 4, 16), *torch.randn(2, 1, 1, 2, 16)
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=5, causal=True).shape
+    torch.Size([1, 1, 4, 16])
     """
     op = "flash_attn_with_kvcache"
     _refuse(

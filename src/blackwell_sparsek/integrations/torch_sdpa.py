@@ -218,6 +218,11 @@ def register_flash_attention() -> str:
     str
         The name to activate.
 
+    Raises
+    ------
+    Unsupported
+        If this torch has no registry of flash implementations.
+
     Examples
     --------
     >>> import torch

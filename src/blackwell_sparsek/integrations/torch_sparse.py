@@ -35,7 +35,7 @@ class _Entry(NamedTuple):
         return any(storage.expired() for storage in self.storages)
 
     def describes(self, indptr: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Whether the contents are still the same (synchronises)."""
+        """Whether the contents are still the same (synchronizes)."""
         ours = (self.pattern.indptr, self.pattern.indices)
         return all(torch.equal(a, b.int()) for a, b in zip(ours, (indptr, indices), strict=True))
 
@@ -116,7 +116,7 @@ class PatternCache:
         if entry is not None and not entry.is_dead():
             if entry.versions == versions:
                 return entry.pattern
-            # Values and indices share a version counter, so an optimiser step also leads here.
+            # Values and indices share a version counter, so an optimizer step also leads here.
             if entry.describes(indptr, indices):
                 pattern = entry.pattern
         if pattern is None:
@@ -147,20 +147,18 @@ class enable_torch_sparse:
 
     Call it once, or use it as a context manager. Off by default; nothing changes at import.
 
-    This routes `bsr @ dense`, `dense @ bsr` and their transposes, `torch.mm`, `torch.mv`,
-    `torch.addmm`, `torch.sparse.mm` and `torch.nn.functional.linear(x, bsr, bias)`, also with
-    `out=`, for matrices (no batch dimensions) of float16, bfloat16, float32 or float64, on CPU and
-    CUDA, with blocks of any shape. Gradients of the dense operand and of the bias are routed as
-    well. Everything else goes to torch as before: other layouts and dtypes, two sparse operands,
-    batches of sparse matrices.
+    This routes products of a BSR matrix and a dense tensor (`@`, `torch.mm`, `mv`, `addmm`,
+    `torch.sparse.mm`, `torch.nn.functional.linear`, transposes and `out=` included) in float16,
+    bfloat16, float32 or float64, and the gradients of the dense operand and the bias. Everything
+    else goes to torch as before: other layouts and dtypes, two sparse operands, batches of sparse
+    matrices.
 
     Torch's gradient of a sparse operand is a dense matrix; train with
     `blackwell_sparsek.nn.BSRLinear` instead.
 
-    The metadata of a sparse tensor is checked and converted once, at its first product (with a
-    synchronisation), and cached as long as its index tensors live. After an in-place change, of
-    values or indices alike, it is compared once (again with a synchronisation). Torch does not
-    count changes of tensors made in inference mode, so changed indices of these go unnoticed.
+    The metadata of a sparse tensor is checked at its first product and after every in-place change
+    of its values or indices; both wait for the device. Torch does not count changes of tensors made
+    in inference mode, so changed indices of these go unnoticed.
     Malformed metadata raises `InvalidInput`.
 
     Examples

@@ -93,6 +93,11 @@ def memory_efficient_attention(
     -------
     `[B, Mq, H, Kv]`, or the rank of query
 
+    Raises
+    ------
+    Unsupported
+        For dropout, `op`, another `output_dtype` and unknown biases.
+
     Examples
     --------
     >>> import torch

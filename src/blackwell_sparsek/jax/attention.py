@@ -74,6 +74,13 @@ def attention(
     lse : fp32 `[B, Hq, Sq]`
         Natural logarithm; only with `return_lse`. fp64 for fp64 inputs. Differentiable.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Notes
     -----
     Causal, window, scale and softcap are known while tracing: another value compiles again. So
@@ -176,7 +183,7 @@ def score_options(op: str, scale: Any, softcap: Any, dim: int) -> tuple[float, f
 
 
 def _problem(q: jax.Array, k: jax.Array, v: jax.Array, band: Band, mask: BlockMask | None) -> str:
-    extras = [] if band == (None, None) else ["banded"]
+    extras = [] if band == (None, None) else ["causal or window"]
     if mask is not None:
         extras.append(f"blocks {mask.block_size[0]} x {mask.block_size[1]}")
     return (

@@ -112,6 +112,13 @@ def attention_decode(
     lse : fp32 `[B, Hq, Sq]`
         Only with `return_lse`; fp64 for fp64 inputs.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Notes
     -----
     A length, page or block that is out of range is never read; it makes the outputs and lse that

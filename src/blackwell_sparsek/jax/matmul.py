@@ -48,6 +48,13 @@ def matmul(a: Any, b: Any, *, impl: str = "auto") -> jax.Array:
     -------
     product : `[..., M, N]`, dtype of a and b
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -95,6 +102,13 @@ def sddmm(a: jax.Array, b: jax.Array, pattern: BSRMatrix, *, impl: str = "auto")
     Returns
     -------
     product : BSRMatrix with the pattern of `pattern` and the dtype of a
+
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------

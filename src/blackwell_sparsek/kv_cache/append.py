@@ -92,6 +92,13 @@ def kv_append(
     -------
     The rotated queries, a new tensor; None without `q`.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Examples
     --------
     >>> import torch

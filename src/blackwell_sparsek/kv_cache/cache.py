@@ -22,8 +22,8 @@ class KVCache:
     `lengths` in place; `write` is device work only, so a CUDA graph may capture it: call `reserve`
     before each replay.
 
-    Deep copies, pickled and saved caches are independent and go on where this one is. PyTorch loads
-    them with `weights_only=True` too, and they are checked. `copy.copy` is refused.
+    Deep copies and pickled or saved caches are independent and start from this state. Loading,
+    also with `weights_only=True`, checks them. `copy.copy` is refused.
 
     Parameters
     ----------
@@ -41,6 +41,11 @@ class KVCache:
     k, v : `[B, Hkv, max_tokens, D]`, `[B, Hkv, max_tokens, Dv]`
     lengths : int32 `[B]` on the device, always the same tensor
     k_scale, v_scale : fp32 tensors for fp8, otherwise None
+
+    Raises
+    ------
+    InvalidInput
+        If sizes, dtypes or scales are wrong, or if tokens do not fit.
 
     Examples
     --------

@@ -66,6 +66,11 @@ def kv_cache_bytes(
     dtype : torch.dtype
         Of the cache.
 
+    Raises
+    ------
+    InvalidInput
+        If a size is negative.
+
     Examples
     --------
     >>> kv_cache_bytes(16384, layers=32, heads_kv=8, head_dim=128) / 1e9
@@ -83,13 +88,22 @@ def kv_memory_table(
     tokens: int = 16384,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[KVMemoryRow]:
-    """Cache sizes of a family of models, with replicated heads and with their own KV heads.
+    """KV cache sizes of models, with as many KV heads as query heads and with their own (GQA).
 
     Parameters
     ----------
     models : `KVModel`s (name, layers, heads_q, heads_kv, head_dim); known ones by default
     tokens : cached tokens, over all sequences
     dtype : of the cache
+
+    Returns
+    -------
+    list of rows with `replicated_bytes`, `grouped_bytes` and `saving`, the ratio of the two
+
+    Raises
+    ------
+    InvalidInput
+        If a model's query heads are no multiple of its KV heads.
 
     Examples
     --------

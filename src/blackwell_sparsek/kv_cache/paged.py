@@ -44,8 +44,8 @@ class PagedKVCache:
     each replay, call `reserve` and copy `page_table(sequences, max_pages)` and
     `lengths(sequences)` to them.
 
-    Deep copies, pickled and saved caches are independent and go on where this one is. PyTorch loads
-    them with `weights_only=True` too, and they are checked. `copy.copy` is refused.
+    Deep copies and pickled or saved caches are independent and start from this state. Loading,
+    also with `weights_only=True`, checks them. `copy.copy` is refused.
 
     Parameters
     ----------
@@ -66,6 +66,13 @@ class PagedKVCache:
     ----------
     k, v : `[num_pages, page_size, Hkv, D]`, `[num_pages, page_size, Hkv, Dv]`
     k_scale, v_scale : fp32 tensors for fp8, otherwise None
+
+    Raises
+    ------
+    InvalidInput
+        If sizes, dtypes, scales or sequence ids are wrong.
+    OutOfPages
+        If too few pages are free.
 
     Examples
     --------

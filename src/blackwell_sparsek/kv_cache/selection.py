@@ -34,11 +34,11 @@ _CHOICES: dict[Any, Any] = {}
 
 
 class PageSummaries(NamedTuple):
-    """Per channel, the smallest and largest key of each page; for kind "mean" both are the mean.
+    """What `page_summaries` returns: per channel, the smallest and largest key of each page.
 
     `low`, `high`: `[pages, Hkv, D]`, or `[B, blocks, Hkv, D]` for a contiguous cache that is cut
     into blocks of `page_size` tokens. dtype of the cache; for fp8 caches, bf16 with the stored
-    numbers, which are the keys divided by their scale.
+    numbers, which are the keys divided by their scale. For kind "mean" both are the mean.
     """
 
     low: torch.Tensor
@@ -112,6 +112,13 @@ def page_summaries(
     -------
     PageSummaries
         `low`, `high`: `[pages, Hkv, D]` or `[B, blocks, Hkv, D]`.
+
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------
@@ -202,6 +209,13 @@ def topk_pages(
     kv_blocks : int32 `[B, Hkv, k]`
         Ordinals of pages in ascending order, then -1: `kv_blocks` of `attention_decode`. Of pages
         with the same score the earlier ones are taken.
+
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------

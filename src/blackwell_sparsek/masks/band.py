@@ -17,7 +17,13 @@ TileKind = Literal["empty", "partial", "full"]
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own position a query sees; None means all of them."""
+    """How many keys before and after its own position a query sees; None means all of them.
+
+    Examples
+    --------
+    >>> Band(None, 0), Band(1023, 0)  # causal; causal with a window of 1024
+    (Band(left=None, right=0), Band(left=1023, right=0))
+    """
 
     left: int | None
     right: int | None

@@ -69,6 +69,11 @@ class BlockMask:
     bits : int32 `[pool, bq, ceil(bk / 32)]`, optional
         Bit `j % 32` of word `j // 32` of row `i`: element (i, j) is visible. Zero beyond Sq and Sk.
 
+    Raises
+    ------
+    InvalidInput
+        If the lists are malformed or a size is unsupported.
+
     Examples
     --------
     >>> indptr = torch.tensor([0, 1, 3], dtype=torch.int32)

@@ -71,6 +71,11 @@ class KeySelection:
     kv_len : int
         Keys of a sequence: Sk, the longest of packed sequences, or what the pages of one hold.
 
+    Raises
+    ------
+    InvalidInput
+        If ids or counts are out of range, not ascending or not int32.
+
     Examples
     --------
     >>> import torch

@@ -49,6 +49,11 @@ def causal(
     device : optional
         Where to put the mask; torch's default device if None.
 
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
+
     Examples
     --------
     >>> causal((2, 4), 16).to_element_mask()[0, 0].int()
@@ -80,6 +85,11 @@ def sliding_window(
     causal : bool
         Limits the right side to 0.
     device : optional
+
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
 
     Examples
     --------
@@ -120,6 +130,11 @@ def strided(
     causal : bool
         Drop keys in the future, to the element.
     device : optional
+
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
 
     Examples
     --------
@@ -171,6 +186,11 @@ def global_local(
     causal : bool
         Drop keys in the future, to the element.
     device : optional
+
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
 
     Examples
     --------
@@ -224,6 +244,11 @@ def random(
     generator : torch.Generator, optional
         A generator on the CPU; the mask depends on its state alone. None means torch's default.
     device : optional
+
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
 
     Examples
     --------

@@ -263,6 +263,11 @@ def documents(
     window : None, int or (left, right)
         As in `attention`, within each document.
 
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
+
     Examples
     --------
     >>> documents(torch.tensor([0, 2, 5], dtype=torch.int32), 16).to_element_mask()[0, 0].int()

@@ -97,6 +97,11 @@ def topk(
         Choose among the blocks up to the diagonal (all of them if there are fewer than `k`), and
         cut those on it to the element.
 
+    Raises
+    ------
+    InvalidInput
+        For an unsupported block size or another value out of range.
+
     Examples
     --------
     >>> scores = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])

@@ -119,6 +119,13 @@ def matmul(
         followed by an activation. bias, activation and residual are not available for two
         block-sparse operands.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Notes
     -----
     Both operands, bias and residual have gradients. That of a BSRMatrix is computed at its
@@ -238,6 +245,13 @@ def sddmm(
     -------
     BSRMatrix (M, N) with the blocks of the pattern.
         Accumulated in float32 (float64 for float64) and rounded once. Differentiable in `a`, `b`.
+
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------

@@ -81,7 +81,7 @@ def _checked(
         got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise InvalidType(message(op, dense_arg, "is not in fp8", expected, got))
     if not options.dense_left:
-        expected = "x @ w.T, with the quantised operand on the left"
+        expected = "x @ w.T, with the quantized operand on the left"
         problem = "has scales along rows, which the product does not sum over"
         raise InvalidInput(message(op, dense_arg, problem, expected, "w @ x"))
     _check_activations(op, x, sparse)
@@ -118,7 +118,7 @@ def _checked(
 
 
 def _check_activations(op: str, x: Quantized, sparse: BSRMatrix) -> None:
-    """Check the quantised operand on the left."""
+    """Check the quantized operand on the left."""
     for name, tensor in (("a.data", x.data), ("a.descale", x.descale)):
         check_tensor(op, name, tensor)
         check_derivatives(op, name, tensor)

@@ -51,15 +51,19 @@ class BSRLinear(BSRWeight):
     Attributes
     ----------
     values : Parameter [nnz_blocks, bh, bw]
-        The blocks, an ordinary parameter for optimisers, FSDP and checkpoints. The part of edge
-        blocks beyond the sizes is zero, gets zero gradients and stays zero under any optimiser that
-        does not change an element whose value, gradient and state are zero (every elementwise
-        optimiser of `torch.optim`, with `eps > 0`).
+        The blocks, an ordinary parameter for optimizers, FSDP and checkpoints. The part of edge
+        blocks beyond the sizes is zero and stays zero under the elementwise optimizers of
+        `torch.optim` (with `eps > 0`).
     bias : Parameter [out_features] or None
     indptr, indices, weight_shape : buffers, saved with the values
     descale : buffer [nnz_blocks] of a layer in fp8 (`to_fp8`), saved as well; None in others
     weight : BSRMatrix (out_features, in_features)
         W, sharing `values`.
+
+    Raises
+    ------
+    InvalidInput
+        If sizes, `keep` or `sparsity` are wrong; in a call, if x does not fit.
 
     Notes
     -----
@@ -67,21 +71,18 @@ class BSRLinear(BSRWeight):
     uniform in +-1/sqrt(inputs in the blocks of that row), so that outputs keep their scale at any
     sparsity.
 
-    The pattern is state: `load_state_dict` takes it from the checkpoint together with the values.
-    It is checked before anything uses it, and a malformed one is refused. `strict_patterns` refuses
-    those that differ from the module's as well. `values` stays the same Parameter and takes the
-    shape of the checkpoint's; an optimiser with state for another number of blocks has to be made
-    anew.
+    The pattern is state: `load_state_dict` checks it and takes it from the checkpoint together with
+    the values; `strict_patterns` refuses a different one. `values` stays the same Parameter, but
+    its shape can change. Create a new optimizer if the number of blocks does.
 
-    The buffers may be written in place, as DDP's broadcast and `torch.distributed.checkpoint` do:
-    the next call sees that their version has changed, checks the pattern and follows it. A write
-    that PyTorch does not count (`torch.distributed.broadcast` of a buffer, `buffer.data.copy_`) is
-    not seen; assign the buffer anew (`layer.indices = layer.indices.clone()`) after it. A CUDA
-    graph keeps the pattern that it was captured with.
+    Buffers can be written in place, as DDP's broadcast and `torch.distributed.checkpoint` do; the
+    next call checks and follows them. A write that PyTorch does not count
+    (`torch.distributed.broadcast` of a buffer, `buffer.data.copy_`) goes unnoticed: assign the
+    buffer again after it (`layer.indices = layer.indices.clone()`). A CUDA graph keeps the pattern
+    that it was captured with.
 
-    DDP broadcasts buffers in every forward, and each time the layer compares them, which waits for
-    the GPU. Once the first broadcast has made all patterns equal, `ddp.broadcast_buffers = False`
-    saves that.
+    DDP broadcasts buffers in every forward pass, and the layer then compares them, which waits for
+    the GPU. Set `ddp.broadcast_buffers = False` after the first broadcast to avoid that.
 
     Examples
     --------
@@ -160,6 +161,11 @@ density=0.25, bias=True, activation='gelu')
 
         Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged. A
         matrix in fp8 makes a layer for inference, as `to_fp8` does; its bias keeps its dtype.
+
+        Raises
+        ------
+        InvalidInput
+            If `bias` does not fit the matrix.
 
         Examples
         --------
@@ -243,6 +249,11 @@ density=0.25, bias=True, activation='gelu')
         Returns
         -------
         BSRLinear on the same device, with copies of the weights, in the same training mode.
+
+        Raises
+        ------
+        InvalidInput
+            If `sparsity`, `method` or `inputs` are wrong; `InvalidType` if this is no Linear.
 
         Examples
         --------

@@ -34,12 +34,18 @@ _strict: ContextVar[bool] = ContextVar("bsk_strict_patterns", default=False)
 
 @contextmanager
 def strict_patterns() -> Iterator[None]:
-    """Inside, `load_state_dict` refuses a checkpoint whose pattern is not that of the `BSRLinear`.
+    """A context manager in which `load_state_dict` refuses patterns other than the layers' own.
 
-    Otherwise the pattern is loaded like the values. Sizes and block shapes must agree in any case.
+    Outside of it, `BSRLinear` loads the pattern like the values. Sizes and block shapes must agree
+    in any case.
 
     To load a pruned checkpoint into a newly made dense model, first give it block-sparse layers of
     any pattern: `sparsify_(model, block_shape, 0.9, method="random")`.
+
+    Raises
+    ------
+    RuntimeError
+        By `load_state_dict`, if a pattern differs.
 
     Examples
     --------
@@ -394,7 +400,7 @@ class BSRWeight(nn.Module):
         """Make room for another number of blocks, in the same Parameter if it is a plain one."""
         empty = self.values.detach().new_empty(shape)
         if type(self.values.detach()) is torch.Tensor:
-            # an optimiser made before this goes on holding it
+            # an optimizer made before this goes on holding it
             self.values.grad = None
             self.values.data = empty
         else:

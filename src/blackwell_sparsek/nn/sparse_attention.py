@@ -106,9 +106,9 @@ def _rotated(op: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 class MixtureOfBlockAttention(_SelfAttention):
     """MoBA: each query of each head attends to the blocks whose mean key suits it best.
 
-    The score of a block is the product of the query with the mean of its keys. A query takes its
-    own block always and the best `top_k - 1` before it. Choosing has no gradient, and no weights of
-    its own: queries and keys learn it by being attended to.
+    The score of a block is the product of the query with the mean of its keys. A query
+    always takes its own block, and the best `top_k - 1` before it. The selection has no gradient
+    and no weights of its own.
 
     Parameters
     ----------
@@ -122,6 +122,11 @@ class MixtureOfBlockAttention(_SelfAttention):
         As in `attention`.
     device, dtype :
         Of the weights.
+
+    Raises
+    ------
+    InvalidInput
+        If heads are no multiple of KV heads, or if x or `rotary` has a wrong shape.
 
     Examples
     --------
@@ -184,7 +189,7 @@ class NativeSparseAttention(_SelfAttention):
       heads of a KV head gives the most weight together, the first and the latest always among them;
     - *window*: over the `window` latest keys.
 
-    Choosing has no gradient: it follows the compressed attention, which has.
+    The selection has no gradient; it follows the compressed attention, which does.
 
     Parameters
     ----------
@@ -200,6 +205,11 @@ class NativeSparseAttention(_SelfAttention):
         As in `attention`.
     device, dtype :
         Of the weights.
+
+    Raises
+    ------
+    InvalidInput
+        If heads are no multiple of KV heads, or if x or `rotary` has a wrong shape.
 
     Examples
     --------
@@ -334,6 +344,11 @@ class IndexerAttention(_SelfAttention):
     device, dtype :
         Of the weights.
 
+    Raises
+    ------
+    InvalidInput
+        If heads are no multiple of KV heads, or if x or `rotary` has a wrong shape.
+
     Examples
     --------
     >>> import torch
@@ -464,11 +479,16 @@ class SparsekAttention(_SelfAttention):
     hidden, heads, kv_heads, head_dim : int
         Sizes; head_dim is `hidden // heads` by default.
     keep : float
-        How much the weights of a query add up to.
+        Sum of the weights of a query.
     impl : str
         As in `attention`.
     device, dtype :
         Of the weights.
+
+    Raises
+    ------
+    InvalidInput
+        If heads are no multiple of KV heads, or if x or `rotary` has a wrong shape.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Pruning during training: a schedule drops more and more blocks, and optimisers are updated."""
+"""Pruning during training: a schedule drops more and more blocks, and optimizers are updated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +35,12 @@ def shrink_(
         the state of each remaining block (momenta, second moments, step counts), so that training
         continues as if the dropped blocks had never existed. Without it, create a new optimizer.
     norm, per_row : as in `block_magnitude`
+
+    Raises
+    ------
+    InvalidInput
+        If the sparsity is below the current one, the layer is in fp8, or the optimizer does not
+        hold it.
 
     Examples
     --------
@@ -80,7 +86,7 @@ def _group_of(op: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
     for i, group in enumerate(optimizer.param_groups):
         if any(p is parameter for p in group["params"]):
             return i
-    expected = "an optimiser that holds the values of the layer"
+    expected = "an optimizer that holds the values of the layer"
     problem = "does not hold the layer"
     raise InvalidInput(message(op, "optimizer", problem, expected, type(optimizer).__name__))
 
@@ -126,6 +132,11 @@ class GradualPruner:
         Prune only at every `every`-th step: each change allocates new parameters and makes a
         compiled model compile again.
     norm, per_row : as in `block_magnitude`
+
+    Raises
+    ------
+    InvalidInput
+        If `every`, `norm` or the schedule is wrong, or a loaded state is malformed.
 
     Examples
     --------
@@ -193,7 +204,7 @@ class GradualPruner:
                 )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state to save besides model and optimiser: the count of steps."""
+        """Return the state to save besides model and optimizer: the count of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -222,6 +233,11 @@ class CubicSchedule:
         Later than `begin`.
     begin : int
     initial : float in [0, 1], at most `final`
+
+    Raises
+    ------
+    InvalidInput
+        If `initial` exceeds `final`, or `begin` is not before `end`.
 
     Examples
     --------

@@ -25,7 +25,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class SparsifiedLayer:
-    """One replaced layer: its blocks and its memory, metadata included."""
+    """One layer that `sparsify_` replaced: its blocks, and its memory, metadata included."""
 
     name: str
     shape: tuple[int, int]
@@ -49,7 +49,15 @@ class SparsifiedLayer:
 
 @dataclass(frozen=True)
 class SparsifySummary:
-    """The replaced layers, and the reason for each skipped one. Prints as a table."""
+    """The layers that `sparsify_` replaced, and why it skipped others. Prints as a table.
+
+    Examples
+    --------
+    >>> from blackwell_sparsek.prune import sparsify_
+    >>> summary = sparsify_(nn.Sequential(nn.Linear(64, 64)), 16, 0.75)
+    >>> summary.layers[0].nnz_blocks, summary.bytes_before, summary.skipped
+    (4, 16640, {})
+    """
 
     layers: tuple[SparsifiedLayer, ...]
     skipped: dict[str, str] = field(default_factory=dict)
@@ -77,9 +85,9 @@ class SparsifySummary:
             f"{layer.nnz_blocks}/{layer.blocks} blocks  density {layer.density:.3f}"
             for layer in self.layers
         ]
-        lines += [f"{name}: skipped, {reason}" for name, reason in self.skipped.items()]
+        lines += [f"{name}: skipped, it {reason}" for name, reason in self.skipped.items()]
         lines.append(
-            f"{len(self.layers)} layers, density {self.density:.3f}, "
+            f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}, density {self.density:.3f}, "
             f"{self.bytes_before / 2**20:.2f} MiB -> {self.bytes_after / 2**20:.2f} MiB"
         )
         return "\n".join(lines)
@@ -119,6 +127,12 @@ def sparsify_(
         What was done to each linear layer, and why some were skipped: by `include` and `exclude`,
         subclasses of Linear, and layers with shared weights or with hooks, on which other code
         relies. Prints as a table.
+
+    Raises
+    ------
+    InvalidInput
+        If a pattern matches no layer, or `calibration` does not go with `method`; the model is then
+        unchanged.
 
     Notes
     -----
@@ -287,6 +301,11 @@ def input_norms(
     -------
     dict, name -> Tensor [features] float32 on the device of the layer's input
         Sums of squares are kept in float64 where the device has it, so long samples lose nothing.
+
+    Raises
+    ------
+    InvalidInput
+        If `batches` is empty, or a named layer is never called.
 
     Examples
     --------

@@ -259,6 +259,13 @@ def attention_varlen(
     lse : fp32 `[Hq, Tq]`
         Only with `return_lse`.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Notes
     -----
     With a cache, an out-of-range length, page, block or row is never read. `triton` sets the

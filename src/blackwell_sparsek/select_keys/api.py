@@ -86,6 +86,13 @@ def select_keys(
     KeySelection
         `[B, lists, Tq, K]` with K of `top_k`, or of all entries without it.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Examples
     --------
     >>> import torch

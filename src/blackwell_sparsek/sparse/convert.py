@@ -43,7 +43,7 @@ def as_blocks(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
 def blocks_of(
     x: torch.Tensor, block_keep: torch.Tensor, block_shape: tuple[int, int]
 ) -> tuple[BSRPattern, torch.Tensor]:
-    """The pattern of `block_keep` and the kept blocks of `x` (one synchronisation)."""
+    """The pattern of `block_keep` and the kept blocks of `x` (one synchronization)."""
     counts = block_keep.sum(1, dtype=torch.int32)
     indptr = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     rows, cols = block_keep.nonzero(as_tuple=True)

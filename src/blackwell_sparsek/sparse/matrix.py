@@ -53,15 +53,20 @@ class BSRMatrix:
         What the values of each block are multiplied with. `to_fp8` makes such a matrix from one
         with wider values; it has no gradients.
 
-    Everything is checked at construction, contents included, with one or two synchronisations.
+    Everything is checked at construction, contents included, with one or two synchronizations.
     The metadata is copied and narrowed to int32; treat all tensors of a matrix as read only
-    except for optimiser steps on `storage`.
+    except for optimizer steps on `storage`.
 
     Attributes
     ----------
-    storage : the values as stored, [nnzb, bh, bw]; the leaf to give to an optimiser
+    storage : the values as stored, [nnzb, bh, bw]; the leaf to give to an optimizer
     pattern : the `BSRPattern` of `storage`
     is_transposed : whether this matrix is the transpose of the stored one
+
+    Raises
+    ------
+    InvalidInput
+        If the metadata is malformed, or edge blocks are not zero beyond `shape`.
 
     Notes
     -----
@@ -130,7 +135,7 @@ device=cpu)
 
     @classmethod
     def from_dense(cls, x: torch.Tensor, block_shape: int | tuple[int, int]) -> "BSRMatrix":
-        """Keep the blocks of `x` [M, K] that have any nonzero element (one synchronisation).
+        """Keep the blocks of `x` [M, K] that have any nonzero element (one synchronization).
 
         Gradients flow back to `x` through the kept blocks.
         """
@@ -348,7 +353,7 @@ device=cpu)
         """The same pattern with other values [nnzb, bh, bw], in the order of `indices`.
 
         Any floating dtype; float8_e4m3fn with `descale` [nnzb]. The padding of edge blocks is
-        checked, which synchronises if the shape is ragged.
+        checked, which synchronizes if the shape is ragged.
         """
         op = "BSRMatrix.with_data"
         check_values(op, data, descale)
@@ -359,7 +364,7 @@ device=cpu)
         return self._from_parts(pattern, data, stored_descale=descale)
 
     def validate(self) -> None:
-        """Check everything again, contents included (synchronises); raise `InvalidInput`."""
+        """Check everything again, contents included (synchronizes); raise `InvalidInput`."""
         pattern = self._pattern
         pattern.validate()
         check_values("BSRMatrix", self._storage, self._stored_descale)

@@ -13,7 +13,7 @@ from .validate import check_index_tensors, check_metadata, check_pair
 
 
 def rows_of_entries(indptr: torch.Tensor, nnzb: int) -> torch.Tensor:
-    """int32 [nnzb]: the row that each entry belongs to, without a synchronisation."""
+    """int32 [nnzb]: the row that each entry belongs to, without a synchronization."""
     entries = torch.arange(nnzb, dtype=torch.int32, device=indptr.device)
     return torch.searchsorted(indptr, entries, right=True, out_int32=True) - 1
 
@@ -41,7 +41,7 @@ class _Transpose(NamedTuple):
 class BSRPattern:
     """The positions of the stored blocks of a block-sparse matrix. Immutable.
 
-    The metadata of the transpose is built once at construction, without a synchronisation, so that
+    The metadata of the transpose is built once at construction, without a synchronization, so that
     gradients and products with the transpose cost no preparation later.
 
     Parameters
@@ -250,7 +250,7 @@ class BSRPattern:
         return other
 
     def validate(self) -> None:
-        """Check the contents of the metadata again (one synchronisation); raise `InvalidInput`."""
+        """Check the contents of the metadata again (one synchronization); raise `InvalidInput`."""
         check_metadata("BSRPattern", self._indptr, self._indices, self._shape, self._block_shape)
 
     def __getstate__(self) -> dict[str, Any]:

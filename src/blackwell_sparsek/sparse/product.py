@@ -71,7 +71,7 @@ def product_pattern(
 ) -> tuple[BSRPattern, PairLists]:
     """The pattern of op(a) @ op(b) and its pairs, in entries of `a` and `b` as stored.
 
-    The numbers of pairs and of blocks of the result depend on the data: this synchronises.
+    The numbers of pairs and of blocks of the result depend on the data: this synchronizes.
     """
     a.check_unwritten()
     b.check_unwritten()

@@ -62,7 +62,7 @@ class PatternReading:
         )
 
     def holds(self, indptr: torch.Tensor, indices: torch.Tensor) -> bool:
-        """Whether the contents are the same all the same (one synchronisation)."""
+        """Whether the contents are the same all the same (one synchronization)."""
         pattern = self.pattern
         pairs = ((pattern.indptr, indptr), (pattern.indices, indices))
         if any(a.shape != b.shape or a.device != b.device for a, b in pairs):
@@ -80,7 +80,7 @@ def read_pattern(
 ) -> PatternReading:
     """Read a pattern from tensors, or return the last reading if it is current.
 
-    Contents are checked, which synchronises. While a CUDA graph is captured, they cannot be: the
+    Contents are checked, which synchronizes. While a CUDA graph is captured, they cannot be: the
     graph then copies the tensors and derives from them what it needs at every replay.
     """
     known: PatternReading | None = _READINGS.get(indptr)

@@ -44,6 +44,11 @@ def block_magnitude(
     Tensor [ceil(M / bh), ceil(K / bw)], bool, on the device of `w`
         True where a block is kept. Of equal scores the first in row-major order wins. Synchronises.
 
+    Raises
+    ------
+    InvalidInput
+        If `w` is not finite or `sparsity` is outside of 0 to 1.
+
     Examples
     --------
     >>> import torch
@@ -88,6 +93,11 @@ def wanda(
     Returns
     -------
     Tensor [ceil(M / bh), ceil(K / bw)], bool, as from `block_magnitude`
+
+    Raises
+    ------
+    InvalidInput
+        As in `block_magnitude`, or if `inputs` does not fit `w`.
 
     Examples
     --------

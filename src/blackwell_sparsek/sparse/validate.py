@@ -1,4 +1,4 @@
-"""Checks that block-sparse-row metadata is well formed, with one device synchronisation.
+"""Checks that block-sparse-row metadata is well formed, with one device synchronization.
 
 Every error names the row or the entry at fault. torch.sparse_bsr_tensor checks none of this unless
 asked to, and a kernel that trusts a bad index reads out of bounds.
@@ -77,7 +77,7 @@ def check_metadata(
     shape: tuple[int, int],
     block_shape: tuple[int, int],
 ) -> None:
-    """Check `indptr` and `indices`, including their contents (one synchronisation)."""
+    """Check `indptr` and `indices`, including their contents (one synchronization)."""
     check_index_tensors(op, indptr, indices)
     check_has_data(op, "indptr", indptr)
     rows, cols = cdiv(shape[0], block_shape[0]), cdiv(shape[1], block_shape[1])
@@ -187,7 +187,7 @@ def check_padding(
     row_indices: torch.Tensor,
     indices: torch.Tensor,
 ) -> None:
-    """Check that edge blocks are zero beyond `shape` (one synchronisation if there are any)."""
+    """Check that edge blocks are zero beyond `shape` (one synchronization if there are any)."""
     block_shape = (data.shape[1], data.shape[2])
     masks = padding_masks(shape, block_shape, row_indices, indices)
     if not masks or data.numel() == 0:

@@ -151,6 +151,13 @@ def sparse_attention(
     lse : fp32 `[B, Hq, Sq]` or `[Hq, Tq]`
         Only with `return_lse`. fp64 for fp64 inputs. Differentiable.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Notes
     -----
     `eager` and `reference` check entries, lengths and pages, and wait for the device to do so.

@@ -90,6 +90,13 @@ def sparsek(
     tau : fp32 `[...]`, fp64 for fp64 scores
         The smallest threshold that gives these weights; only with `return_threshold`.
 
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
+
     Examples
     --------
     >>> import torch
@@ -140,6 +147,13 @@ def sparsek_causal(u: torch.Tensor, k: float | torch.Tensor, *, impl: str = "aut
     -------
     tau : fp32 `[..., n]`, fp64 for fp64 scores
         Differentiable.
+
+    Raises
+    ------
+    InvalidInput
+        If shapes, dtypes or devices do not fit.
+    Unsupported
+        If `impl` cannot run this call.
 
     Examples
     --------

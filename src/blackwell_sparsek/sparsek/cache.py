@@ -21,7 +21,7 @@ class SparsekCache:
     Parameters
     ----------
     k : float
-        How much the weights add up to, at least 0; as in `sparsek`.
+        Sum of the weights, at least 0; as in `sparsek`.
 
     Attributes
     ----------
@@ -31,6 +31,11 @@ class SparsekCache:
         Scores; -inf at places of a head that hold no token.
     tau : fp32 `[B, Hkv, 1]`
         Thresholds of the latest token.
+
+    Raises
+    ------
+    InvalidInput
+        If `k` is negative or NaN, or if appended tensors do not fit.
 
     Examples
     --------

@@ -205,7 +205,7 @@ def test_compile_and_profile_say_what_they_do_not_understand(capsys, monkeypatch
 
 def test_without_a_gpu_the_architecture_must_be_said(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no GPU here: --arch says" in _printed(capsys, "compile", status=2).err
+    assert "no GPU here; name one to compile for" in _printed(capsys, "compile", status=2).err
 
 
 def test_compiling_without_triton(monkeypatch):

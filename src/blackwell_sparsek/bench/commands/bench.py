@@ -14,8 +14,8 @@ from ...core.errors import InvalidInput
 from .. import processes as prepare
 from .. import processes as supervise
 from .. import results
-from ..arguments import MODES
-from ..case import Case, Suite
+from ..arguments import MODES, did_you_mean
+from ..case import Case, Peer, Suite
 from ..measure import ContextLost
 from ..outside import with_outside_peers
 from ..report.markdown import suite_tables
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.suites if name not in SUITES and name not in GROUPS]
     if unknown and len(unknown) < len(args.suites):
         # measure the known suites all the same, so that a long run is not lost to a typo
-        print(_unknown(", ".join(map(repr, unknown))), file=sys.stderr)
+        for name in unknown:
+            print(_unknown(name), file=sys.stderr)
         args.suites = [name for name in args.suites if name not in unknown]
         return run(args) or 2
     names = chosen_suites(args.suites, args.quick)
@@ -141,13 +142,13 @@ def chosen_suites(asked: list[str], quick: bool) -> list[str]:
     found: dict[str, None] = {}
     for name in asked or ["quick" if quick else "founding"]:
         if name not in SUITES and name not in GROUPS:
-            raise InvalidInput(_unknown(repr(name)))
+            raise InvalidInput(_unknown(name))
         found |= dict.fromkeys([name] if name in SUITES else GROUPS[name])
     return list(found)
 
 
-def _unknown(names: str) -> str:
-    return f"bsk bench: unknown suite {names}; there are {', '.join([*GROUPS, *SUITES])}"
+def _unknown(name: str) -> str:
+    return f"bsk bench: unknown suite {name!r}; {did_you_mean(name, [*GROUPS, *SUITES])}"
 
 
 def _measured(
@@ -200,8 +201,8 @@ def _with_peers(case: Case, args: argparse.Namespace, suite: Suite) -> Case:
         asked = {name.strip() for name in args.peers.split(",")}
         everybody = {name for one in _suites().values() for name in one.peers}
         if unknown := sorted(asked - everybody):
-            known = ", ".join(sorted(everybody))
-            raise InvalidInput(f"bsk bench: unknown peer {', '.join(unknown)}; there are {known}")
+            hint = did_you_mean(unknown[0], sorted(everybody))
+            raise InvalidInput(f"bsk bench: unknown peer {unknown[0]!r}; {hint}")
         peers = tuple(name for name in case.peers if name in asked or name == suite.ours)
     return replace(case, peers=peers)
 
@@ -223,11 +224,17 @@ def _worker_command(args: argparse.Namespace, names: list[str], until: float | N
 
 def _listing() -> str:
     lines = ["suites"]
-    peers = {peer.name: peer for suite in _suites().values() for peer in suite.peers.values()}
+    peers: dict[str, Peer] = {}
+    for suite in _suites().values():
+        for peer in suite.peers.values():
+            # the first label is the plain one; later suites add "in fp8" and the like
+            peers.setdefault(peer.name, peer)
     width = max(map(len, [*SUITES, *peers]))
     lines += [f"  {name:<{width}}  {suite.about}" for name, suite in SUITES.items()]
     lines.append("groups")
-    lines += [f"  {name:<{width}}  {', '.join(members)}" for name, members in GROUPS.items()]
+    for name, members in GROUPS.items():
+        named = "every suite" if len(members) == len(SUITES) else ", ".join(members)
+        lines.append(f"  {name:<{width}}  {named}")
     lines.append("peers")
     for name, peer in peers.items():
         reason = peer.available()

@@ -266,4 +266,8 @@ def _model_of(args: argparse.Namespace) -> KVModel:
     query, kv = whole(first), whole(second or first)
     if query is None or kv is None:
         raise InvalidInput(f"bsk memory: --heads is {args.heads!r}; expected such as 32:8")
+    if query % kv:
+        raise InvalidInput(
+            f"bsk memory: --heads is {args.heads!r}; expected a multiple of its {kv} KV heads"
+        )
     return KVModel("this model", args.layers, query, kv, args.head_dim)

@@ -22,7 +22,7 @@ def architectures(asked: list[int] | None) -> list[int]:
     if torch.cuda.is_available():
         return [arch_of(torch.device("cuda")).sm]
     known = known_architectures()
-    raise InvalidInput(f"no GPU here: --arch says for which to compile, of {known}")
+    raise InvalidInput(f"there is no GPU here; name one to compile for with --arch: {known}")
 
 
 Records = list[dict[str, Any]]

@@ -32,5 +32,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page(documents), encoding="utf-8")
-        print(f"Wrote {args.out}: {len(documents)} suites.", file=sys.stderr)
+        print(
+            f"Wrote {args.out}: {len(documents)} suite{'s' * (len(documents) != 1)}.",
+            file=sys.stderr,
+        )
     return int(unreadable > 0)

@@ -168,7 +168,7 @@ def _attention_facts(inputs: AttentionInputs) -> tuple[tuple[Any, ...], Tile, At
 def run(args: argparse.Namespace) -> int:
     """Search all problems and record the tiles that beat the built-in ones."""
     if not torch.cuda.is_available():
-        raise Unsupported("bsk tune: needs a CUDA GPU: times of an interpreter say nothing")
+        raise Unsupported("bsk tune: needs a CUDA GPU; there is none here")
     # a folder that cannot be written to is known now, and not after the search
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / ".probe").touch()

@@ -47,7 +47,7 @@ def case_of(problem: Attention, peers: tuple[str, ...], modes: tuple[str, ...] =
 
 
 def dense(tiny: bool = False) -> Iterator[Case]:
-    """Full and causal over 1k to 16k, 16k tokens and 2048 channels in all; GQA 32:8."""
+    """Full and causal, 1k to 16k; 16k tokens in all, hidden size 2048; GQA 32:8."""
     tokens, hidden = (512, 128) if tiny else (TOKENS, HIDDEN)
     for head_dim in (128, 64):
         for length in (128, 256) if tiny else (1024, 2048, 4096, 8192, 16384):
@@ -214,7 +214,7 @@ TINY = ((2, 512, 0.25),)
 
 
 def blocks(tiny: bool = False) -> Iterator[Case]:
-    """22 % of 16k and 5 % of 64k: blocks of 128 and 64, narrow key blocks, nothing masked."""
+    """Masks of 22 % of 16k and 5 % of 64k, blocks of 16 to 128; one that hides nothing."""
     dtype = dtype_of(tiny)
     for block in ((128, 128), (64, 64), (128, 32), (128, 16)):
         for heads, length, density in TINY if tiny else PROBLEMS:
@@ -227,7 +227,7 @@ def blocks(tiny: bool = False) -> Iterator[Case]:
 
 
 def mask_building(tiny: bool = False) -> Iterator[Case]:
-    """From kept blocks, or from a window's width, to what attention takes, and that attention."""
+    """Building a mask from kept blocks or a window, and the attention that uses it."""
     dtype = dtype_of(tiny)
     for heads, length, density in TINY if tiny else PROBLEMS:
         for side in (128, 64):

@@ -120,7 +120,7 @@ PEERS = {
 
 
 def training_steps(tiny: bool = False) -> Iterator[Case]:
-    """Forward and both gradients of layers, x @ W.T, over dense layers of torch."""
+    """Forward and gradients of block-sparse layers, x @ W.T, against dense layers."""
     dtype = torch.float32 if tiny else torch.bfloat16
     size = 256 if tiny else 8192
     cube = Product(size, size, size, (128, 128), 0.22, dtype, linear=True)

@@ -24,7 +24,7 @@ _compiled: dict[str, "tempfile.TemporaryDirectory[str]"] = {}
 
 
 def first_call(tiny: bool = False) -> Iterator[Case]:
-    """In a fresh process: nothing compiled yet, and everything in Triton's cache."""
+    """The first call of a process: nothing compiled, or all of it in Triton's cache."""
     # the call with the most peers comes last
     for call in ("matmul", "attention"):
         for state in ("nothing compiled", "compiled before"):

@@ -285,7 +285,7 @@ ON_BLOCKS = (OURS, DETERMINISTIC, FA4, CUDNN_BLOCKS)
 
 
 def backward(tiny: bool = False) -> Iterator[Case]:
-    """Full, causal, window and block masks; ours also with the same bits in every run."""
+    """Gradients: full, causal, window and block masks; ours also deterministic."""
     dtype = dtype_of(tiny)
     tokens, hidden = (256, 128) if tiny else (TOKENS, HIDDEN)
     for head_dim in (128, 64):

@@ -55,7 +55,7 @@ PEERS = {
 
 
 def host(tiny: bool = False) -> Iterator[Case]:
-    """Small calls of attention, of decoding and of products, against SDPA and torch.mm."""
+    """Host time of small calls of attention, decoding and products."""
     dtype = dtype_of(tiny)
     variants: dict[str, Any] = {
         "": {},

@@ -428,7 +428,7 @@ def _layer(name: str, n: int, block: tuple[int, int], density: float, tiny: bool
 
 
 def crossover(tiny: bool = False) -> Iterator[Case]:
-    """Stored blocks against the dense product over the density, to find where they meet."""
+    """Block-sparse against dense products by density, to find the crossover."""
     size = 512 if tiny else 8192
     for block in BLOCKS:
         for density in (0.1, 0.3, 0.5, 0.7, 0.9):

@@ -40,6 +40,11 @@ class BlockSparse:
     block_size : int
         Keys per block, and queries that share a choice.
 
+    Raises
+    ------
+    InvalidInput
+        If a number is too small, or no part is given.
+
     Examples
     --------
     >>> BlockSparse(window=256, global_blocks=1, block_size=64).blocks(512, 512)[0, 0, -1].int()

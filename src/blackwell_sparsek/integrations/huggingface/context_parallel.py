@@ -39,11 +39,11 @@ def register_context_parallel(
     windows, softcap and sinks work; padding, dropout on attention weights, `output_attentions` and
     keys from a cache are refused.
 
-    Losses over `labels` shift them inside of a shard, which is wrong at its cuts: shift the labels
-    of the whole sequence, and `plan.shard` them. Each rank's gradients are those of its tokens'
-    losses, to be summed over ranks as in data parallel training.
+    A model shifts `labels` inside its shard, which is wrong at the cuts: shift the labels of the
+    whole sequence, then `plan.shard` them. Each rank has the gradients of its own tokens' losses;
+    sum them over ranks, as in data parallel training.
 
-    May be called again, such as for another length, which replaces the registration of that name.
+    Calling it again, such as for another length, replaces the registration of that name.
 
     Parameters
     ----------
@@ -62,6 +62,13 @@ def register_context_parallel(
     -------
     str
         The name, for `attn_implementation`.
+
+    Raises
+    ------
+    InvalidInput
+        If `plan`, `method` or `name` is wrong.
+    Unsupported
+        In a forward pass, for what is refused above.
 
     Examples
     --------

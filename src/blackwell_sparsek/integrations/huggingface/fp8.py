@@ -27,6 +27,11 @@ class Fp8:
     k_scale, v_scale : float above 0
         What stored keys and values are multiplied with, in all layers.
 
+    Raises
+    ------
+    InvalidInput
+        If a scale is not above 0.
+
     Examples
     --------
     >>> from blackwell_sparsek.integrations.huggingface import Fp8

@@ -26,9 +26,9 @@ def register(
     `position_ids` or `cu_seq_lens_q`, dynamic and static caches, continuous batching (as
     `"paged|blackwell_sparsek"`; transformers 5.22 and newer allow only their own attention there),
     and under `torch.compile`. Dropout on attention weights, `output_attentions` and additive biases
-    run in plain PyTorch, with a warning. What it does not support is an error.
+    run in plain PyTorch, with a warning.
 
-    May be called again, which replaces the earlier registration of that name.
+    Calling it again replaces the registration of that name.
 
     Parameters
     ----------
@@ -46,6 +46,11 @@ def register(
     -------
     str
         The name, for `attn_implementation`.
+
+    Raises
+    ------
+    InvalidInput
+        If an argument has a wrong type, or in a forward pass a layer does not exist.
 
     Examples
     --------
