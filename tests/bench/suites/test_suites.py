@@ -61,6 +61,7 @@ def test_groups_hold_suites_and_all_holds_all():
         "sparse_attention",
         "selection",
         "sparsek",
+        "gated_attention",
         "host",
         "new_sizes",
     ],

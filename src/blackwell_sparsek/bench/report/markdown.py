@@ -277,6 +277,7 @@ SUITES = (
     "sparse_attention",
     "selection",
     "sparsek",
+    "gated_attention",
     "distributed",
     "jax",
     "llama_prefill",

@@ -12,6 +12,7 @@ from . import (
     distributed,
     first_call,
     fp8,
+    gated,
     gradients,
     host,
     jax_attention,
@@ -25,7 +26,17 @@ from . import (
 
 _MODULES = (
     *(matmul, bsr_training, attention, gradients, decode, serving, mla),
-    *(fp8, sparse_attention, selection, host, new_sizes, distributed, jax_attention, first_call),
+    *(
+        fp8,
+        sparse_attention,
+        selection,
+        gated,
+        host,
+        new_sizes,
+        distributed,
+        jax_attention,
+        first_call,
+    ),
 )
 SUITES: dict[str, Suite] = {suite.name: suite for module in _MODULES for suite in module.SUITES}
 GROUPS = {
