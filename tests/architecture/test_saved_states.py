@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import BskError
@@ -160,6 +161,45 @@ def test_lists_beside_tensors_without_data_are_checked(kind):
     without = "indptr" if kind is BSRPattern else "bits"
     with pytest.raises(bsk.InvalidInput, match="are on different devices"):
         kind.__new__(kind).__setstate__({**state, without: state[without].to("meta")})
+
+
+LISTS = {"indptr": torch.zeros(1, dtype=torch.int32), "indices": torch.zeros(0, dtype=torch.int32)}
+# states of a few bytes, which ask for gigabytes
+SMALL_AND_LARGE = {
+    "columns without rows": {**LISTS, "shape": (0, 2**27), "block_shape": (1, 1)},
+    "expanded indptr": {
+        "indptr": torch.zeros(1, dtype=torch.int32).expand(2**26 + 1),
+        "indices": LISTS["indices"],
+        "shape": (2**26, 16),
+        "block_shape": (1, 16),
+    },
+    "expanded indices": {
+        "indptr": torch.tensor([0, 2**27], dtype=torch.int32),
+        "indices": torch.zeros(1, dtype=torch.int32).expand(2**27),
+        "shape": (16, 16),
+        "block_shape": (16, 16),
+    },
+}
+
+
+class _Largest(TorchDispatchMode):
+    """Finds the size of the largest tensor that is made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", SMALL_AND_LARGE)
+def test_a_small_file_does_not_make_a_large_pattern(name):
+    """What a pattern allocates is bounded before it is allocated."""
+    with _Largest() as largest, pytest.raises(bsk.InvalidInput, match=r"^BSRPattern: "):
+        BSRPattern.__new__(BSRPattern).__setstate__(SMALL_AND_LARGE[name])
+    assert largest.elements <= 1
 
 
 class _Runs:
