@@ -25,7 +25,7 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import BskError, InvalidInput, InvalidType, Unsupported
-from ..core.integers import cdiv
+from ..core.sizes import cdiv
 from ..matmul.api import matmul
 from ..nn.bsr_linear import BSRLinear
 from ..nn.bsr_weight import KEYS, check_state, is_strict, other_pattern

@@ -5,20 +5,21 @@ Pure functions; nothing is timed. Under `batch_invariant` tiles depend only on d
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import torch
 
 from ..attention.sm90.config import AttnFwdSm90Config
-from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
+from ..attention.triton.tuning import LARGE_SMEM
 from ..calls.ragged import RaggedProblem
 from ..core.compat import why_no_gluon
+from ..decode.portable_tuning import SplitKeysConfig
 from ..decode.tuning import (
     INTERPRETED_PROGRAMS,
     LONGEST,
     MOST_TILES,
     SMALLEST_TILE,
     STEP,
+    CopiedKeys,
     cache_unsupported,
 )
 from ..dispatch.machine import why_no_kernels
@@ -54,34 +55,8 @@ def query_tiles(problem: RaggedProblem, tile_m: int) -> int:
 
 
 @dataclass(frozen=True)
-class RaggedConfig:
-    """Tiles and launch options of the portable kernel.
-
-    Parameters
-    ----------
-    tile_m : rows of one tile: queries of all heads that share a KV head
-    tile_n : keys of one tile; both are powers of two, at least 16
-    num_warps, num_stages : launch options of Triton
-    programs : how many programs split the keys of all query tiles and heads
-    precision : of fp32 products: "ieee" or "tf32"; ignored for 16-bit inputs
-    """
-
-    tile_m: int
-    tile_n: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    precision: str = "ieee"
-
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n"):
-            side = getattr(self, name)
-            if side < 16 or side & (side - 1):
-                raise ValueError(f"{name} is {side}; expected a power of two from 16 on")
-        if self.programs < 1:
-            raise ValueError(f"programs is {self.programs}; expected at least 1")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
+class RaggedConfig(SplitKeysConfig):
+    """Tiles and launch options of the portable kernel."""
 
 
 def ragged_config(problem: RaggedProblem, precision: str) -> RaggedConfig:
@@ -150,22 +125,12 @@ def ragged_sm90_unsupported(problem: RaggedProblem) -> str | None:
 
 
 @dataclass(frozen=True)
-class CacheCopies:
-    """How tiles of keys are copied; names as in `decode.tuning.DecodeSm90Config`."""
+class CacheCopies(CopiedKeys):
+    """How tiles of keys are copied; there are no lists of blocks."""
 
     TILE_N: int
     PAGE_SIZE: int | None
-    BLOCK_KV: None = None
-
-    @property
-    def copy_keys(self) -> int:
-        """Keys of one TMA copy: the most that never cross a page."""
-        return gcd(self.TILE_N, self.PAGE_SIZE or 0)
-
-    @property
-    def copies(self) -> int:
-        """Copies that fill one tile."""
-        return self.TILE_N // self.copy_keys
+    BLOCK_KV: int | None = None
 
 
 @dataclass(frozen=True)
