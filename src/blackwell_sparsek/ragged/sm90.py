@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """Packed queries over a cache on Hopper: the arithmetic of `triton.py` by TMA and WGMMA.
 
-Shapes, results and the way work is split are those of `triton.py`: programs take equal ranges of
-the units of all softmaxes or, if the plan says so, whole softmaxes as they get free (`order.py`).
-Queries of all heads that share a KV head are the rows of a query tile, CONSUMERS x 64 of them, so
-that a decoding step reads its keys once for the whole group. The roles of a program are those of
-`attention.sm90.forward`:
+Shapes and results are those of `triton.py`, and `plan.py` divides the work of both: programs take
+equal ranges of the units of all softmaxes or, if the plan says so, whole softmaxes as they get free
+(`order.py`). Queries of all heads that share a KV head are the rows of a query tile, CONSUMERS x 64
+of them, so that a decoding step reads its keys once for the whole group. The roles of a program are
+those of `attention.sm90.forward`:
 
 - a producer warp finds the parts of softmaxes that it has, publishes each as a `QueryPart`, and
   keeps rings of K and V tiles full, by one TMA copy for each page of a tile;
@@ -82,7 +82,7 @@ from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from .order import launch_order
 from .outputs import end_rows, row_places, store_lse, store_outputs
-from .triton import (
+from .plan import (
     RaggedSizes,
     RaggedWorkspace,
     SoftmaxPart,
