@@ -4,6 +4,7 @@ import copy
 import json
 import string
 
+import torch
 from hypothesis import strategies as st
 
 # what parsers stumble over: floats that overflow or vanish, integers that no float holds, text that
@@ -14,6 +15,21 @@ ODD = [
     *("../../x", "/tmp/x", "a|b", "\x1b[2J", "\x00", "\ud800", "\n# x", 'x" onload="x', "9" * 500),
     *([], {}, [[]], [None], {"times": {}}, {"a": []}, [1, 2], [16, "<b>"], [[0.5, 2.0]]),
 ]
+# what a saved state may hold besides JSON: plain objects of Python, and tensors of every kind
+ODD_STATES = [
+    *ODD,
+    *(b"\x80", (), (1, 2), (2**40, 16), (-1, 0), (16.0, 16), (16, 16, 16)),
+    *(10**5000, -(10**5000), {1: 2, "a": 3}),
+    *(torch.zeros(0), torch.zeros(3), torch.zeros(2, 2, 10, 8), torch.tensor(5)),
+    torch.full((4,), 2**31 - 1, dtype=torch.int32),
+    torch.full((4,), -7, dtype=torch.int32),
+    torch.full((2,), -7),
+    torch.zeros(1, dtype=torch.int32).expand(2**20),
+    torch.zeros(4, dtype=torch.int32, device="meta"),
+    torch.zeros(1, 16, 16, device="meta"),
+    torch.zeros(2, 2).to_sparse(),
+    torch.zeros(2, dtype=torch.complex64),
+]
 odd = st.sampled_from(ODD)
 values = st.recursive(
     odd | st.integers() | st.floats() | st.text(string.printable, max_size=9),
@@ -23,6 +39,12 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def is_one_sentence(error):
+    """Whether an error says what is wrong in one line that a terminal can show."""
+    text = str(error)
+    return len(text) < 1000 and text.isprintable() and "expected" in text
 
 
 def nested(depth):

@@ -73,13 +73,11 @@ FOR_JAX = {
     "__init__.py",
     "core/after_torch.py",
     "core/compat.py",
-    "core/dtypes.py",
     "core/env.py",
     "core/errors.py",
-    "core/fp8_scales.py",
-    "core/integers.py",
     "core/interrupts.py",
     "core/messages.py",
+    "core/sizes.py",
     "core/target.py",
 }
 FOR_JAX |= {"masks/band.py", "_version.py"}

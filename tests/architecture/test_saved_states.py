@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import BskError
@@ -44,21 +45,6 @@ MAKERS = {
     "KVCache": _cache,
     "PagedKVCache": _paged,
 }
-# what a file may hold besides JSON: tensors of every kind, and plain objects of Python
-ODD = [
-    *fuzzing.ODD,
-    *(b"\x80", (), (1, 2), (2**40, 16), (-1, 0), (16.0, 16), (16, 16, 16)),
-    *(10**5000, {1: 2, "a": 3}),
-    *(torch.zeros(0), torch.zeros(3), torch.zeros(2, 2, 10, 8), torch.tensor(5)),
-    torch.full((4,), 2**31 - 1, dtype=torch.int32),
-    torch.full((4,), -7, dtype=torch.int32),
-    torch.full((2,), -7),
-    torch.zeros(1, dtype=torch.int32).expand(2**20),
-    torch.zeros(4, dtype=torch.int32, device="meta"),
-    torch.zeros(1, 16, 16, device="meta"),
-    torch.zeros(2, 2).to_sparse(),
-    torch.zeros(2, dtype=torch.complex64),
-]
 
 
 def _places(value, path=()):
@@ -129,7 +115,7 @@ def test_any_wrong_value_is_refused_or_harmless(name):
     assert _taken(type(good), state)
     refused = 0
     for place in _places(state):
-        for value in ODD:
+        for value in fuzzing.ODD_STATES:
             try:
                 refused += not _taken(type(good), _replaced(state, place, value))
             except Exception as error:
@@ -145,7 +131,7 @@ def test_several_wrong_values_are_refused_or_harmless(name, data):
     state = good.__getstate__()
     for _ in range(data.draw(st.integers(2, 3))):
         place = data.draw(st.sampled_from(list(_places(state))[1:] or [()]))
-        state = _replaced(state, place, data.draw(st.sampled_from(ODD)))
+        state = _replaced(state, place, data.draw(st.sampled_from(fuzzing.ODD_STATES)))
         if not isinstance(state, dict):
             break
     _taken(type(good), state)
@@ -160,6 +146,45 @@ def test_lists_beside_tensors_without_data_are_checked(kind):
     without = "indptr" if kind is BSRPattern else "bits"
     with pytest.raises(bsk.InvalidInput, match="are on different devices"):
         kind.__new__(kind).__setstate__({**state, without: state[without].to("meta")})
+
+
+LISTS = {"indptr": torch.zeros(1, dtype=torch.int32), "indices": torch.zeros(0, dtype=torch.int32)}
+# states of a few bytes, which ask for gigabytes
+SMALL_AND_LARGE = {
+    "columns without rows": {**LISTS, "shape": (0, 2**27), "block_shape": (1, 1)},
+    "expanded indptr": {
+        "indptr": torch.zeros(1, dtype=torch.int32).expand(2**26 + 1),
+        "indices": LISTS["indices"],
+        "shape": (2**26, 16),
+        "block_shape": (1, 16),
+    },
+    "expanded indices": {
+        "indptr": torch.tensor([0, 2**27], dtype=torch.int32),
+        "indices": torch.zeros(1, dtype=torch.int32).expand(2**27),
+        "shape": (16, 16),
+        "block_shape": (16, 16),
+    },
+}
+
+
+class _Largest(TorchDispatchMode):
+    """Finds the size of the largest tensor that is made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", SMALL_AND_LARGE)
+def test_a_small_file_does_not_make_a_large_pattern(name):
+    """What a pattern allocates is bounded before it is allocated."""
+    with _Largest() as largest, pytest.raises(bsk.InvalidInput, match=r"^BSRPattern: "):
+        BSRPattern.__new__(BSRPattern).__setstate__(SMALL_AND_LARGE[name])
+    assert largest.elements <= 1
 
 
 class _Runs:

@@ -3,9 +3,13 @@ import pathlib
 import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.core import env
+
+from .. import fuzzing
 
 
 def test_the_default_is_auto(monkeypatch):
@@ -25,6 +29,20 @@ def test_other_names_are_refused(monkeypatch, value):
     names = "auto, reference, eager, dense, triton, sm90"
     with pytest.raises(InvalidInput, match=rf"^BSK_IMPL is '{value}'; expected one of {names}$"):
         env.default_impl()
+
+
+# what an operating system takes as a value
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=TEXTS | TEXTS.map(lambda x: x * 100) | st.sampled_from(["\x1b[2J", "\udc80", "\n"]))
+def test_any_other_text_is_refused_in_one_line(monkeypatch, value):
+    monkeypatch.setenv("BSK_IMPL", value)
+    try:
+        assert env.default_impl() == value and value in env.IMPLS
+    except InvalidInput as error:
+        assert str(error).startswith("BSK_IMPL is ") and fuzzing.is_one_sentence(error), error
 
 
 @pytest.mark.parametrize(

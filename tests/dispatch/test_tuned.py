@@ -82,3 +82,25 @@ def test_a_file_that_is_no_table_is_not_overwritten(tmp_path):
     with pytest.raises(InvalidInput, match="cannot be read as JSON"):
         tuned.write_tiles(path, "a", {("k", "1"): (64, 64, 4, 2)})
     assert path.read_text() == "precious"
+
+
+# any text that an operating system takes as a value, names that are too long among them
+FOLDERS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
+FOLDERS |= st.sampled_from(["/" + "x" * 300, "x/" * 3000, "\udc80", "/dev/null", "/proc/self/mem"])
+
+
+@in_one_folder
+@given(folder=FOLDERS)
+def test_any_folder_is_refused_or_has_no_tiles(monkeypatch, folder):
+    monkeypatch.setenv("BSK_CONFIG_DIR", folder)
+    with tuned.planned_for("NVIDIA H200"):
+        try:
+            assert tuned.tuned_tile("attn_fwd", (90, 128)) is None
+        except InvalidInput as error:
+            assert "BSK_CONFIG_DIR" in str(error) and fuzzing.is_one_sentence(error), error
+
+
+def test_a_folder_whose_name_is_too_long_is_refused(monkeypatch):
+    monkeypatch.setenv("BSK_CONFIG_DIR", "/" + "x" * 300)
+    with tuned.planned_for("NVIDIA H200"), pytest.raises(InvalidInput, match="BSK_CONFIG_DIR"):
+        tuned.tuned_tile("attn_fwd", (90, 128))

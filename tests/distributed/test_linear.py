@@ -1,9 +1,18 @@
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.distributed import FeatureSplit, split_features
+from blackwell_sparsek.distributed import ColwiseBSR, FeatureSplit, RowwiseBSR, split_features
 from blackwell_sparsek.nn import BSRLinear
+
+from .. import fuzzing
 
 
 def skewed(rows, cols, seed):
@@ -75,3 +84,87 @@ def test_a_unit_holds_whole_blocks():
 def test_what_is_no_split_is_refused(unit, units, message):
     with pytest.raises(bsk.InvalidInput, match=message):
         FeatureSplit(unit, units)
+
+
+# Checkpoints of layers that are split, in a group of one.
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if not dist.is_gloo_available():
+        pytest.skip("torch is built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+# the side that is split has whole blocks, the other one ends inside of a block
+STYLES = {"outputs": (ColwiseBSR, 50, 48), "inputs": (RowwiseBSR, 64, 40)}
+ENTRIES = ("values", "indptr", "indices", "weight_shape", "bias")
+
+
+def split_layer(mesh, name):
+    torch.manual_seed(0)
+    style, inputs, outputs = STYLES[name]
+    layer = BSRLinear(inputs, outputs, (16, 16), keep=skewed(3, 4, 0))
+    return parallelize_module(layer, mesh, style())
+
+
+def assert_refused_or_loaded(mesh, style, changes):
+    """Whether a checkpoint is taken; if not, the layer has not changed."""
+    layer = split_layer(mesh, style)
+    before = {name: x.clone() for name, x in layer.state_dict().items()}
+    assert sorted(before) == sorted(ENTRIES)
+    try:
+        layer.load_state_dict({**before, **changes})
+    except RuntimeError as error:  # what torch raises for every problem of a checkpoint
+        head, problem = str(error).split("\n\t", 1)
+        assert "Error(s) in loading state_dict" in head
+        assert fuzzing.is_one_sentence(problem), problem
+        after = layer.state_dict()
+        assert all(torch.equal(after[name], x) for name, x in before.items())
+        return False
+    finally:
+        layer.weight.validate()
+        _, inputs, outputs = STYLES[style]
+        assert layer(torch.ones(1, inputs)).shape == (1, outputs)
+    return True
+
+
+def test_a_last_block_row_may_be_empty_and_not_whole(mesh):
+    """The row pointers of a rank cover all block rows, also those without blocks of its own."""
+    keep = torch.ones(3, 4, dtype=torch.bool)
+    keep[2] = False
+    layer = parallelize_module(BSRLinear(64, 40, (16, 16), keep=keep), mesh, RowwiseBSR())
+    assert layer.indptr.tolist() == [0, 4, 8, 8]
+    layer.weight.validate()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_any_wrong_entry_is_refused_or_loaded(mesh, style):
+    assert assert_refused_or_loaded(mesh, style, {})
+    others = [torch.zeros(1), torch.zeros(()), torch.zeros(48).int(), torch.zeros(40).to("meta")]
+    others += [DTensor.from_local(torch.zeros(9, 16, 16), mesh, [Replicate()])]
+    for name in ENTRIES:
+        for value in [*fuzzing.ODD_STATES, *others]:
+            try:
+                assert not assert_refused_or_loaded(mesh, style, {name: value})
+            except Exception as error:
+                raise AssertionError(f"{type(value)} as {name}") from error
+
+
+NUMBERS = st.integers(-1, 5) | st.sampled_from([2**31 - 1, -(2**31)])
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_pattern_is_refused_or_loaded(mesh, data):
+    indptr = [0, *data.draw(st.lists(NUMBERS, min_size=3, max_size=3))]
+    indices = data.draw(st.lists(NUMBERS, max_size=5))
+    lists = [torch.tensor(x, dtype=torch.int32) for x in (indptr, indices)]
+    values = torch.zeros(len(indices), 16, 16)
+    changes = {"indptr": lists[0], "indices": lists[1], "values": values}
+    loaded = assert_refused_or_loaded(mesh, "outputs", changes)
+    rows = [indices[a:b] for a, b in itertools.pairwise(indptr)]
+    ascends = indptr == sorted(indptr) and indptr[-1] == len(indices)
+    assert loaded == (ascends and all(x == sorted({*x} & {0, 1, 2, 3}) for x in rows))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.masks.key_selection import (
@@ -9,6 +11,8 @@ from blackwell_sparsek.masks.key_selection import (
     BlocksOfSequences,
     queries_of_blocks,
 )
+
+from .. import fuzzing
 
 
 def drawn(batch, heads, tokens, most, kv_len, granularity, seed=0):
@@ -180,3 +184,68 @@ def test_refusals(arguments, error, text):
     given = {"ids": IDS, "counts": COUNTS, "granularity": 4, "kv_len": 10, **arguments}
     with pytest.raises(error, match=text):
         bsk.KeySelection(**given)
+
+
+CHOSEN = {"ids": IDS, "counts": COUNTS, "granularity": 4, "kv_len": 10}
+INDICES = {"indices": IDS.long(), "granularity": 4, "kv_len": 10}
+MAKERS = {"lists": (bsk.KeySelection, CHOSEN), "indices": (bsk.KeySelection.from_indices, INDICES)}
+
+
+def assert_refused_or_selects(name, changes):
+    """Whether the arguments are taken; if not, an error names the one at fault."""
+    make, arguments = MAKERS[name]
+    try:
+        made = make(**{**arguments, **changes})
+    except bsk.BskError as error:
+        assert str(error).startswith("KeySelection") and fuzzing.is_one_sentence(error), error
+        return False
+    made.validate()
+    assert type(made.granularity) is int and type(made.kv_len) is int
+    assert repr(made).startswith("KeySelection(")
+    assert (made.keys_of_entries() <= made.kv_len).all()
+    if made.kv_len < 2**20:
+        assert torch.equal(made.to_dense().sum(-1), made.keys_of_entries())
+        assert made.transpose().starts.shape[-1] == made.num_blocks + 1
+    return True
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_any_wrong_argument_is_refused_or_makes_a_selection(name):
+    assert assert_refused_or_selects(name, {})
+    for arg in MAKERS[name][1]:
+        for value in [*fuzzing.ODD_STATES, 1.0, 16.0, torch.tensor(4)]:
+            try:
+                assert_refused_or_selects(name, {arg: value})
+            except Exception as error:
+                raise AssertionError(f"{type(value)} as {arg}") from error
+
+
+NUMBERS = st.integers(-2, 4) | st.sampled_from([2**31 - 1, -(2**31)])
+FAR = st.sampled_from([2**31, 2**32, 2**32 + 1, -(2**32), -(2**40), 2**63 - 1, -(2**63)])
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_any_lists_are_refused_or_ascend_within_the_keys(data):
+    most = data.draw(st.integers(0, 3))
+    rows = st.lists(st.lists(NUMBERS, min_size=most, max_size=most), min_size=2, max_size=2)
+    ids = torch.tensor(data.draw(rows), dtype=torch.int32).view(1, 1, 2, most)
+    counts = torch.tensor([[data.draw(st.lists(NUMBERS, min_size=2, max_size=2))]])
+    assert_refused_or_selects("lists", {"ids": ids, "counts": counts.int()})
+
+
+@settings(max_examples=200)
+@given(row=st.lists(NUMBERS | FAR, min_size=1, max_size=4), check=st.booleans())
+def test_any_indices_are_refused_or_selected(row, check):
+    """Without a check, what is out of range stays out of range: kernels then answer with NaN."""
+    given_indices = torch.tensor([[[row]]])
+    good = all(-1 <= x <= 2 for x in row) and len({x for x in row if x >= 0}) == sum(
+        x >= 0 for x in row
+    )
+    if check:
+        assert assert_refused_or_selects("indices", {"indices": given_indices}) == good
+        return
+    made = bsk.KeySelection.from_indices(given_indices, granularity=4, kv_len=10, check=False)
+    listed = made.ids[made.listed()].tolist()
+    assert len(listed) == sum(x != -1 for x in row)
+    assert sum(0 <= x <= 2 for x in listed) == sum(0 <= x <= 2 for x in row)

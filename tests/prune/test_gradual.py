@@ -3,12 +3,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.nn import BSRLinear
 from blackwell_sparsek.prune import CubicSchedule, GradualPruner, shrink_
 from blackwell_sparsek.testing.inputs import normal
+
+from .. import fuzzing
 
 
 def train_step(model, optimizer, seed):
@@ -154,16 +157,45 @@ def test_errors_of_the_schedule():
         CubicSchedule(final=1.5, end=5)
 
 
+def assert_refused_or_used(state):
+    """Whether the state is taken; if not, an error says so, and nothing has changed."""
+    model = nn.Sequential(BSRLinear(32, 32, (16, 16)))
+    pruner = GradualPruner(model, CubicSchedule(0.5, end=4))
+    pruner.step()
+    try:
+        pruner.load_state_dict(state)
+    except InvalidInput as error:
+        assert str(error).startswith("GradualPruner.load_state_dict: ")
+        assert fuzzing.is_one_sentence(error), error
+        assert pruner.steps == 1
+        return False
+    assert pruner.steps == state["steps"] >= 0
+    assert 0 <= pruner.step() <= 0.5
+    return True
+
+
 @pytest.mark.parametrize(
     "state",
-    [{}, {"steps": "3"}, {"steps": None}, {"steps": 2.5}, {"steps": -1}, {"steps": [3]}, [], None],
+    [{}, {"steps": "3"}, {"steps": None}, {"steps": 2.5}, {"steps": -1}, {"steps": True}, [], None],
     ids=str,
 )
 def test_a_wrong_state_is_refused_and_changes_nothing(state):
-    pruner = GradualPruner(nn.Sequential(), CubicSchedule(0.5, end=4))
-    pruner.step()
-    with pytest.raises(InvalidInput, match=r"^GradualPruner\.load_state_dict: "):
-        pruner.load_state_dict(state)
-    assert pruner.steps == 1
-    pruner.load_state_dict({"steps": 7})
-    assert pruner.steps == 7
+    assert not assert_refused_or_used(state)
+    assert assert_refused_or_used({"steps": 7})
+
+
+def test_any_state_is_refused_or_continues():
+    counts = [0, 0]
+    for value in fuzzing.ODD_STATES:
+        for state in (value, {"steps": value}, {"steps": value, 3: 4}):
+            try:
+                counts[assert_refused_or_used(state)] += 1
+            except Exception as error:
+                raise AssertionError(f"{type(value)} in {type(state)}") from error
+    assert counts[0] > 100 and counts[1] > 0
+
+
+@settings(max_examples=100)
+@given(state=fuzzing.values | fuzzing.changed({"steps": 7}))
+def test_any_other_state_is_refused_or_continues(state):
+    assert_refused_or_used(state)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from blackwell_sparsek.ragged.order import launch_order
-from blackwell_sparsek.ragged.triton import RaggedWorkspace, kernel_records, launch_plan
+from blackwell_sparsek.ragged.plan import RaggedWorkspace, kernel_records, launch_plan
 from blackwell_sparsek.ragged.tuning import LIGHT_UNITS, SOFTMAX_COST, TILE_UNITS
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, draw_ragged_case
 

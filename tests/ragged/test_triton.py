@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 from blackwell_sparsek.masks.band import Band
-from blackwell_sparsek.ragged.triton import (
+from blackwell_sparsek.ragged.plan import (
     RaggedWorkspace,
     find_query_tile,
     kernel_records,
-    launch_attn_ragged,
     launch_plan,
     part_of_softmax,
     query_tile,
     units_of_program,
     units_of_tile,
 )
+from blackwell_sparsek.ragged.triton import launch_attn_ragged
 from blackwell_sparsek.ragged.tuning import RaggedConfig
 from blackwell_sparsek.testing import poison
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, check_ragged, draw_ragged_case

@@ -120,24 +120,11 @@ def test_tiles_of_the_hopper_kernel_fit_into_shared_memory(dim, stages):
     assert contiguous.k_block() == (1, 1, 128, 128)
 
 
-@pytest.mark.parametrize("dim, stages", [(128, 2), (64, 4)])
-def test_prompts_may_have_buffers_of_queries_and_outputs(dim, stages, monkeypatch):
-    monkeypatch.setattr(tuning, "BUFFERED_PROMPTS", True)
-    tuning._sm90_config.cache_clear()
-    problem = replace(PROBLEM, head_dim=dim, head_dim_v=dim, tma_q=True, tma_out=True)
-    config = ragged_sm90_config(problem, False)
-    assert (config.Q_STAGES, config.OUT_TILES, config.DYNAMIC) == (2, True, True)
-    assert stages == config.STAGES and config.tile_bytes + 2048 <= 226 * 1024
-    assert config.out_block() == (16, 1, 4, dim)
-    # outputs that TMA cannot write, and decoding steps alone
-    other = ragged_sm90_config(replace(problem, tma_out=False), False)
-    assert (other.Q_STAGES, other.OUT_TILES, other.DYNAMIC) == (1, False, True)
-    steps = ragged_sm90_config(replace(problem, max_q=16), False)
-    assert (steps.Q_STAGES, steps.OUT_TILES, steps.DYNAMIC) == (1, False, False)
-    assert (3 if dim == 128 else 4) == steps.STAGES
-    monkeypatch.undo()
-    tuning._sm90_config.cache_clear()
-    assert ragged_sm90_config(problem, False) == other
+def test_prompts_have_programs_claim_whole_softmaxes():
+    problem = replace(PROBLEM, tma_q=True)
+    assert ragged_sm90_config(problem, False).DYNAMIC
+    # decoding steps alone: 16 queries of a sequence, 4 heads of a KV head
+    assert not ragged_sm90_config(replace(problem, max_q=16), False).DYNAMIC
 
 
 @pytest.mark.parametrize("changes, heads", [

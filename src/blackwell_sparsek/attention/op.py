@@ -22,6 +22,7 @@ from ..calls.attention import (
     AttnProblem,
     AttnSpec,
     BackwardCall,
+    empty_gradients,
     empty_lse,
     empty_out,
     tma_takes,
@@ -141,26 +142,12 @@ def compute_backward(
     """The gradients that `run_backward` returns, never by recorded launches."""
     # autograd may pass an expanded gradient, for instance that of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    results = _empty_gradients(call.q, call.k, call.v, call.spec.sinks, needs)
+    results = empty_gradients((call.q, call.k, call.v, call.spec.sinks), needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
     backward = BackwardCall(call, dout, dlse, out, lse, AttnGradients(*wanted))
     with without_autocast(dout.device):
         backward_dispatch.run(impl, backward)
     return results
-
-
-def _empty_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    needs: Sequence[bool],
-) -> Tensors:
-    """Gradients laid out as their inputs; those that are not needed have no elements."""
-    return tuple(
-        torch.empty_like(x) if needed and x is not None else q.new_empty(0)
-        for x, needed in zip((q, k, v, sinks), needs, strict=True)
-    )
 
 
 class ForwardArguments(NamedTuple):
@@ -279,7 +266,7 @@ def _attn_bwd(*arguments: Any) -> Tensors:
 
 def _attn_bwd_fake(*arguments: Any) -> Tensors:
     given = BackwardArguments(*arguments)
-    return _empty_gradients(given.q, given.k, given.v, given.sinks, given.needs)
+    return empty_gradients((given.q, given.k, given.v, given.sinks), given.needs)
 
 
 OPTIONS_SCHEMA = (

@@ -1,6 +1,6 @@
 """Attention calls: their tensors and options, checked once, and the problem that they pose."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -109,6 +109,21 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """`lse` for queries `q`: [B, Hq, Sq], or [Hq, Tq] for packed sequences."""
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
     return q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+def empty_gradients(
+    inputs: Sequence[torch.Tensor | None], needs: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Gradients laid out as their inputs, the first of which is given.
+
+    Those that are not needed have no elements.
+    """
+    q = inputs[0]
+    assert q is not None
+    return tuple(
+        torch.empty_like(x) if needed and x is not None else q.new_empty(0)
+        for x, needed in zip(inputs, needs, strict=True)
+    )
 
 
 @dataclass(frozen=True)

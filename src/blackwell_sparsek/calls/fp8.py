@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arch import Arch, arch_of
-from ..core.fp8_scales import SCALE_CHANNELS as SCALE_CHANNELS
+from ..core.sizes import SCALE_CHANNELS as SCALE_CHANNELS
 from .attention import AttentionCall, AttnProblem, empty_lse, empty_out, tma_takes
 from .matmul import BsrProblem, MatmulCall
 

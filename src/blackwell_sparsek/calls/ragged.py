@@ -114,7 +114,6 @@ class RaggedCall:
             alibi=self.alibi_slopes is not None,
             tma=tma_takes(self.k) and tma_takes(self.v),
             tma_q=tma_takes(self.q),
-            tma_out=tma_takes(self.out),
             positive=self.softcap > 0 or self.scale > 0,
         )
 
@@ -147,8 +146,6 @@ class RaggedProblem:
     """Whether TMA can copy the caches: addresses and strides in steps of 16 bytes."""
     tma_q: bool = False
     """Likewise the queries."""
-    tma_out: bool = False
-    """Likewise the outputs."""
     positive: bool = True
     """Whether scores have a factor above zero; the sign of others goes into the queries."""
 

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from .errors import InvalidInput, InvalidType, Unsupported
 from .messages import message as message
+from .messages import quoted
 
 
 def check_tensor(op: str, arg: str, x: Any) -> None:
@@ -127,7 +128,13 @@ def check_flag(op: str, arg: str, value: Any) -> None:
 
 
 def check_choice(op: str, arg: str, value: Any, allowed: Sequence[Any]) -> None:
-    """`value` must be one of `allowed`."""
-    if value not in allowed:
+    """`value` must be one of `allowed`, and of its type."""
+    if isinstance(value, str) or value is None:
+        known = value in allowed
+    else:
+        # 1 == 1.0 == True, and tensors are compared element by element
+        same = (x for x in allowed if isinstance(value, type(x)) and isinstance(x, type(value)))
+        known = any(value == x for x in same)
+    if not known:
         names = ", ".join(repr(a) for a in allowed)
-        raise InvalidInput(message(op, arg, "is unknown", f"one of {names}", repr(value)))
+        raise InvalidInput(message(op, arg, "is unknown", f"one of {names}", quoted(value)))

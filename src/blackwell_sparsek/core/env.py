@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .errors import InvalidInput
+from .messages import quoted
 
 # reference: the fp64 oracle; eager: plain PyTorch on the stored blocks, any device; dense: the
 # matrix is densified and multiplied by torch; triton: portable kernels; sm90: kernels for Hopper.
@@ -17,7 +18,7 @@ def default_impl() -> str:
         return "auto"
     value = os.environ["BSK_IMPL"]
     if value not in IMPLS:
-        raise InvalidInput(f"BSK_IMPL is {value!r}; expected one of {', '.join(IMPLS)}")
+        raise InvalidInput(f"BSK_IMPL is {quoted(value)}; expected one of {', '.join(IMPLS)}")
     return value
 
 

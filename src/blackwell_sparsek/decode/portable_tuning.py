@@ -44,8 +44,8 @@ def why_not_sizes(problem: "DecodeProblem") -> str | None:
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """Tiles and launch options of the portable decode kernel.
+class SplitKeysConfig:
+    """Tiles and launch options of a portable kernel whose programs split the keys of a cache.
 
     Parameters
     ----------
@@ -53,10 +53,6 @@ class DecodeConfig:
     tile_n : keys of one tile; both are powers of two, at least 16
     num_warps, num_stages : launch options of Triton
     programs : how many programs split the keys of all sequences and heads
-    across : keys are the rows of products and queries the columns, for tensor cores that need 64
-        rows
-    words : read fp8 caches as words of four values, if their strides allow it
-    registers : limit of registers per thread
     precision : of fp32 products: "ieee" or "tf32"; ignored for 16-bit inputs
     """
 
@@ -66,9 +62,6 @@ class DecodeConfig:
     num_stages: int
     programs: int
     precision: str = "ieee"
-    across: bool = False
-    words: bool = False
-    registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n"):
@@ -79,6 +72,23 @@ class DecodeConfig:
             raise ValueError(f"programs is {self.programs}; expected at least 1")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
+
+
+@dataclass(frozen=True)
+class DecodeConfig(SplitKeysConfig):
+    """Tiles and launch options of the portable decode kernel, and what it adds.
+
+    Parameters
+    ----------
+    across : keys are the rows of products and queries the columns, for tensor cores that need 64
+        rows
+    words : read fp8 caches as words of four values, if their strides allow it
+    registers : limit of registers per thread
+    """
+
+    across: bool = False
+    words: bool = False
+    registers: int | None = None
 
 
 def attn_decode_config(problem: "DecodeProblem", precision: str) -> DecodeConfig:

@@ -28,11 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..device.gluon.cluster import arrive_at_all
 from ..device.gluon.compat import EARLY_DESCRIPTORS, placed
+from ..device.gluon.latent import add_other, add_own, await_half, await_part, release, rescaled
 from ..device.gluon.partials import columns_of
 from ..device.gluon.pipeline import drop_dead_values
-from ..device.gluon.warps import shared_address
 from ..device.records import SoftmaxState
 from ..device.scores import cap
 from ..device.softmax import init_state, raise_maximum, weigh, weigh_below
@@ -96,38 +95,6 @@ class KeysOfSplit(NamedTuple):
 
 
 @gluon.jit
-def _await_part(ring, step, PART: gl.constexpr, CFG: gl.constexpr):
-    """Wait for a part of the columns of a tile."""
-    index = step % CFG.STAGES * CFG.parts + PART
-    mbarrier.wait(ring.full.index(index), (step // CFG.STAGES) & 1)
-
-
-@gluon.jit
-def _show_copies(CFG: gl.constexpr):
-    """Make what has arrived visible to WGMMA, which reads through the async proxy.
-
-    TMA writes through the same proxy, but cp.async through the generic one.
-    """
-    if CFG.GATHERED:
-        fence_async_shared()
-
-
-@gluon.jit
-def _release(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Release the half of a tile's columns whose values this consumer has multiplied.
-
-    Scores read all columns, but a consumer that has the weights of a tile knows that its scores are
-    done. PAIRED: both producers copy to this stage, so each warp arrives at both. What was written
-    to the stage (cleared values, weights) was fenced and passed on before these arrivals.
-    """
-    index = step % CFG.STAGES * CFG.parts + GROUP
-    if CFG.PAIRED:
-        arrive_at_all(shared_address(CFG.bars_offset + 8 * (CFG.first_empty + index)), step >= 0, 2)
-    else:
-        mbarrier.arrive(ring.empty.index(CFG.first_empty + index), count=1)
-
-
-@gluon.jit
 def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
     """Wait for a tile whose scores this consumer has; whether a page was out of range, and whether
     some keys are not to be read.
@@ -137,7 +104,7 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
     stage = step % CFG.STAGES
     parts: gl.constexpr = CFG.parts
     for part in gl.static_range(parts):
-        _await_part(shared.ring, step, part, CFG)
+        await_part(shared.ring, step, part, CFG)
     wrong = step - step
     cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
     if CFG.scattered:
@@ -146,13 +113,6 @@ def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
         wrong = note % 2
         cut = note >= 2
     return wrong, cut
-
-
-@gluon.jit
-def _await_half(ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Wait for this consumer's half of the values of a tile whose scores the other one has."""
-    _await_part(ring, step, GROUP, CFG)
-    _show_copies(CFG)
 
 
 @gluon.jit
@@ -173,7 +133,7 @@ def _noted_wrong(shared, step, CFG: gl.constexpr):
 def _start_scores(queries, shared, step, kv_start, seen, CFG: gl.constexpr):
     """Start the scores of a tile as its halves arrive; also returns what `_await_tile` does."""
     ring = shared.ring
-    _await_part(ring, step, 0, CFG)
+    await_part(ring, step, 0, CFG)
     stage = step % CFG.STAGES
     # 0, but unknown to the compiler, which would otherwise keep the addresses of 36 slices in
     # registers through the loop and spill them
@@ -268,7 +228,7 @@ def _end_values(product, handover, ring, step, GROUP: gl.constexpr, CFG: gl.cons
     """Wait for the sums with a tile's values, then release its weights and its stage."""
     acc = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(handover.free, count=1)
-    _release(ring, step, GROUP, CFG)
+    release(ring, step, GROUP, CFG)
     return acc
 
 
@@ -305,12 +265,12 @@ def multiply_in_turns(
             acc = _end_values(product, handover, ring, step, GROUP, CFG)
             if even + 1 < kv_tiles:
                 step += 1
-                _await_half(ring, step, GROUP, CFG)
+                await_half(ring, step, GROUP, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
                 wrong = _noted_wrong(shared, step, CFG)
                 acc = _end_values(product, handover, ring, step, GROUP, CFG)
         else:
-            _await_half(ring, step, GROUP, CFG)
+            await_half(ring, step, GROUP, CFG)
             if even + 1 < kv_tiles:
                 s, _, cut = _start_scores(queries, shared, step + 1, odd_start, seen, CFG)
                 product, state = _start_values(handover, ring, step, acc, first_col, CFG)
@@ -357,31 +317,6 @@ def _read_state(states, before, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _rescaled(acc, factor, CFG: gl.constexpr):
-    """Accumulators times a factor of each row, which is in the layout of scores."""
-    rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout())
-    return acc * gl.convert_layout(factor, rows)[:, None]
-
-
-@gluon.jit
-def _add_own(p, ring, step, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Start adding the values of a tile with weights that this consumer has in registers."""
-    half: gl.constexpr = CFG.half
-    operand: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(), 2)
-    values = ring.v.index(step % CFG.STAGES).slice(GROUP * half, half, dim=1)
-    weights = gl.convert_layout(p.to(values.dtype), operand)
-    return warpgroup_mma(weights, values, acc, is_async=True)
-
-
-@gluon.jit
-def _add_other(weights, ring, step, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Start adding the values of a tile with weights of the other consumer, in shared memory."""
-    half: gl.constexpr = CFG.half
-    values = ring.v.index(step % CFG.STAGES).slice(GROUP * half, half, dim=1)
-    return warpgroup_mma(weights, values, acc, is_async=True)
-
-
-@gluon.jit
 def _give_even_weights(exchange, ring, step, p, CFG: gl.constexpr):
     """Give the weights of an even tile to the other consumer, in place of its last key columns."""
     weights = ring.k.index(step % CFG.STAGES)
@@ -414,18 +349,18 @@ def _even_of_pair(
     p, state, rescale, _ = _weigh_even(
         queries, exchange, shared, score, seen, tile, step, state, CFG
     )
-    product = _add_own(p, ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
+    product = add_own(p, ring, step, rescaled(acc, rescale, CFG), 0, CFG)
     mbarrier.wait(exchange.odd_weights, (step - pairs) & 1)
     state, rescale = _read_state(exchange.odd, state, CFG)
     # the other adds these weights after those of the odd tile
     _give_even_weights(exchange, ring, step, p * rescale[:, None], CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    _release(ring, step, 0, CFG)
-    _await_half(ring, step + 1, 0, CFG)
+    release(ring, step, 0, CFG)
+    await_half(ring, step + 1, 0, CFG)
     wrong = _noted_wrong(shared, step + 1, CFG)
-    product = _add_other(exchange.p, ring, step + 1, _rescaled(acc, rescale, CFG), 0, CFG)
+    product = add_other(exchange.p, ring, step + 1, rescaled(acc, rescale, CFG), 0, CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    _release(ring, step + 1, 0, CFG)
+    release(ring, step + 1, 0, CFG)
     return acc, state, wrong
 
 
@@ -450,16 +385,16 @@ def _odd_of_pair(
     _write_state(exchange.odd, state)
     fence_async_shared()
     mbarrier.arrive(exchange.odd_weights, count=1)
-    acc = _rescaled(acc, even_rescale * rescale, CFG)
-    product = _add_own(p, ring, step + 1, acc, 1, CFG)
-    _await_half(ring, step, 1, CFG)
+    acc = rescaled(acc, even_rescale * rescale, CFG)
+    product = add_own(p, ring, step + 1, acc, 1, CFG)
+    await_half(ring, step, 1, CFG)
     mbarrier.wait(exchange.even_weights, pairs & 1)
     weights = ring.k.index(step % CFG.STAGES)
-    product = _add_other(weights, ring, step, product, 1, CFG)
+    product = add_other(weights, ring, step, product, 1, CFG)
     acc = warpgroup_mma_wait(1, deps=(product,))
-    _release(ring, step + 1, 1, CFG)
+    release(ring, step + 1, 1, CFG)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(ring, step, 1, CFG)
+    release(ring, step, 1, CFG)
     return acc, state, wrong
 
 
@@ -500,17 +435,17 @@ def multiply_own_first(
                 queries, exchange, shared, score, seen, tile, step, state, CFG
             )
             _give_even_weights(exchange, ring, step, p, CFG)
-            product = _add_own(p, ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
+            product = add_own(p, ring, step, rescaled(acc, rescale, CFG), 0, CFG)
         else:
-            _await_half(ring, step, 1, CFG)
+            await_half(ring, step, 1, CFG)
             mbarrier.wait(exchange.even_state, pairs & 1)
             state, rescale = _read_state(exchange.even, state, CFG)
             mbarrier.wait(exchange.even_weights, pairs & 1)
             wrong = _noted_wrong(shared, step, CFG)
             weights = ring.k.index(step % CFG.STAGES)
-            product = _add_other(weights, ring, step, _rescaled(acc, rescale, CFG), 1, CFG)
+            product = add_other(weights, ring, step, rescaled(acc, rescale, CFG), 1, CFG)
         acc = warpgroup_mma_wait(0, deps=(product,))
-        _release(ring, step, GROUP, CFG)
+        release(ring, step, GROUP, CFG)
         step += 1
         pairs += 1
     return step, pairs, acc, state, wrong

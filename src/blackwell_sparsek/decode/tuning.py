@@ -108,8 +108,36 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
     return None
 
 
+class CopiedKeys:
+    """How TMA copies tiles of keys out of a cache; for configurations with these fields."""
+
+    TILE_N: int
+    PAGE_SIZE: int | None
+    BLOCK_KV: int | None
+
+    @property
+    def copy_keys(self) -> int:
+        """Keys of one TMA copy: the most that never cross a page or a block."""
+        return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a page table or block lists determine where keys lie."""
+        return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
+
+    @property
+    def noted_keys(self) -> int:
+        """Keys of a tile whose positions the producer passes to the consumer."""
+        return 1 if self.BLOCK_KV is None else self.TILE_N
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one tile."""
+        return self.TILE_N // self.copy_keys
+
+
 @dataclass(frozen=True)
-class DecodeSm90Config:
+class DecodeSm90Config(CopiedKeys):
     """Everything the kernel is specialised on. Sizes in elements.
 
     ROWS queries of the heads that share a KV head are multiplied with tiles of TILE_N keys, of
@@ -142,11 +170,6 @@ class DecodeSm90Config:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=}"
 
     @property
-    def copy_keys(self) -> int:
-        """Keys of one TMA copy: the most that never cross a page or a block."""
-        return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
-
-    @property
     def pair(self) -> int:
         """Programs of a cluster that share copies."""
         return 1
@@ -160,21 +183,6 @@ class DecodeSm90Config:
     def packed(self) -> int:
         """Values of the cache in one copied element."""
         return 4 if self.WORDS else 1
-
-    @property
-    def scattered(self) -> bool:
-        """Whether a page table or block lists determine where keys lie."""
-        return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
-
-    @property
-    def noted_keys(self) -> int:
-        """Keys of a tile whose positions the producer passes to the consumer."""
-        return 1 if self.BLOCK_KV is None else self.TILE_N
-
-    @property
-    def copies(self) -> int:
-        """Copies that fill one tile."""
-        return self.TILE_N // self.copy_keys
 
     @property
     def k_column(self) -> int:
@@ -314,7 +322,7 @@ TILE_US, PARTS_US = 1.5, 0.5
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(CopiedKeys):
     """Everything `sm90_latent.py` is specialised on; names as in `DecodeSm90Config`.
 
     The halves of the values' columns, one for each consumer, have separate barriers, and are
@@ -364,26 +372,6 @@ class LatentConfig:
     def half(self) -> int:
         """Columns of the values that one consumer accumulates."""
         return self.TILE_DV // 2
-
-    @property
-    def copy_keys(self) -> int:
-        """Keys of one TMA copy: the most that never cross a page or a block."""
-        return gcd(self.TILE_N, self.PAGE_SIZE or 0, self.BLOCK_KV or 0)
-
-    @property
-    def scattered(self) -> bool:
-        """Whether a page table or block lists determine where keys lie."""
-        return self.PAGE_SIZE is not None or self.BLOCK_KV is not None
-
-    @property
-    def noted_keys(self) -> int:
-        """Keys of a tile whose positions the producer passes to the consumer."""
-        return 1 if self.BLOCK_KV is None else self.TILE_N
-
-    @property
-    def copies(self) -> int:
-        """Copies that fill one tile."""
-        return self.TILE_N // self.copy_keys
 
     @property
     def k_column(self) -> int:

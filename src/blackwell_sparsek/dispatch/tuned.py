@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core.env import config_dir
 from ..core.errors import InvalidInput
+from ..core.messages import quoted
 
 SCHEMA = 1
 # Two sides of a tile (tile_m and tile_n of attention, tile_n and tile_k of a product), num_warps,
@@ -67,7 +68,17 @@ def _gpu_of_torch() -> str | None:
 @cache
 def _tiles(folder: str, device_name: str) -> dict[tuple[str, str], Tile]:
     path = pathlib.Path(folder) / file_name(device_name)
-    return read_tiles(path) if path.exists() else {}
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:  # such as a name that is too long
+        expected = "a folder that `bsk tune` wrote to, or no such variable"
+        got = f"{quoted(folder)} ({error.strerror})"
+        raise InvalidInput(
+            f"BSK_CONFIG_DIR cannot be read; expected {expected}, got {got}"
+        ) from error
+    return read_tiles(path)
 
 
 def read_tiles(path: pathlib.Path) -> dict[tuple[str, str], Tile]:

@@ -16,13 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..core.checks import check_choice, message
+from ..core.checks import (
+    check_choice,
+    check_dtype,
+    check_has_data,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ..core.errors import BskError, InvalidInput, InvalidType, Unsupported
+from ..core.sizes import cdiv
 from ..matmul.api import matmul
 from ..nn.bsr_linear import BSRLinear
 from ..nn.bsr_weight import KEYS, check_state, is_strict, other_pattern
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
+from ..sparse.validate import VALUE_DTYPES
 from .group import agree, check_same, members_of, talking_device
 from .plan import _longest_first
 
@@ -211,7 +220,7 @@ class _Parts:
         bh, _ = self.pattern.block_shape
         entries = self.entries[rank]
         rows, cols = self._rows[entries], self._cols[entries]
-        counts = torch.bincount(rows, minlength=shape[0] // bh)
+        counts = torch.bincount(rows, minlength=cdiv(shape[0], bh))
         indptr = nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         return BSRPattern._from_parts(indptr, cols.int(), shape, self.pattern.block_shape)
 
@@ -385,7 +394,17 @@ class ParallelBSRLinear(BSRLinear):
     def _load(self, state: dict[str, Any]) -> None:
         parts = self._parts
         pattern = parts.pattern
+        values = state["values"]
+        bias: Any = state.get("bias")
         loaded = check_state(state, pattern.shape, pattern.block_shape)
+        op = "BSRLinear.load_state_dict"
+        # of all ranks: what is sharded otherwise cannot be cut into the parts of this layer
+        check_tensor(op, "values", values)
+        if self.bias is not None:
+            check_tensor(op, "bias", bias)
+            check_has_data(op, "bias", bias)
+            check_dtype(op, "bias", bias, VALUE_DTYPES)
+            check_shape(op, "bias", bias, pattern.shape[:1])
         device = self.values.device
         same = all(
             torch.equal(a.to(device), b)
@@ -401,8 +420,7 @@ class ParallelBSRLinear(BSRLinear):
             )  # fmt: skip
             self._parts = _Parts(other, parts.split, parts.side)
             self._set_pattern(self._parts.pattern_of(self._mesh.get_local_rank()))
-        bias = state.get("bias")
-        values, dtype = state["values"], self.values.dtype
+        dtype = self.values.dtype
         own_bias = None if bias is None else bias.to(device, dtype)
         self._take(values.to(device, dtype), own_bias, new=False)
 

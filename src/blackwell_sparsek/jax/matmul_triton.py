@@ -14,7 +14,7 @@ from jax.custom_batching import sequential_vmap
 
 import jax
 
-from ..core.integers import cdiv
+from ..core.sizes import cdiv
 from ..core.target import Arch
 from ..dispatch.tuned import planned_for
 from .arrays import gradient_of

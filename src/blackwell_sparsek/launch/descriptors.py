@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..core.dtypes import dtype_name
+from ..core.sizes import dtype_name
 
 # Rows of one WGMMA instruction, and so of one consumer warp group.
 GROUP_ROWS = 64

@@ -12,7 +12,7 @@ from operator import mul
 from struct import Struct
 from typing import Any
 
-from ..core.dtypes import dtype_name
+from ..core.sizes import dtype_name
 
 # Values of CUlaunchAttributeID.
 _COOPERATIVE = 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.integers import cdiv as cdiv
+from ..core.sizes import cdiv as cdiv
 from ..core.torch_private import raw_device, raw_stream
 from .prepared import COMPILE_OPTIONS
 from .recording import Launch, current_recording

@@ -73,13 +73,6 @@ def is_recording() -> bool:
     return _current.get() is not None
 
 
-def note_not_a_launch() -> None:
-    """Record that the call computes something outside of its launches: they cannot replace it."""
-    record = _current.get()
-    if record is not None:
-        record.complete = False
-
-
 def note_derived(how: Any, made: torch.Tensor) -> None:
     """Record a tensor that launches take and that another call makes in the same way, by `how`."""
     record = _current.get()

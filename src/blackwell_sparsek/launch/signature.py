@@ -7,7 +7,7 @@ torch for that. This derives the same from types, or from described arrays.
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.dtypes import dtype_name
+from ..core.sizes import dtype_name
 from .descriptors import TRITON_NAMES
 from .prepared import COMPILE_OPTIONS
 

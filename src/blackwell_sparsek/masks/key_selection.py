@@ -148,7 +148,9 @@ class KeySelection:
         given = indices.detach()
         kept = given != -1
         order = torch.where(kept, given, none).sort(-1)
-        ids = order.values.clamp(max=torch.iinfo(torch.int32).max).to(torch.int32)
+        # what int32 cannot hold stays out of range: wrapped around, it could name an entry
+        small = torch.iinfo(torch.int32)
+        ids = order.values.clamp(small.min, small.max).to(torch.int32)
         made = cls._from_tensors(ids, kept.sum(-1, dtype=torch.int32), granularity, kv_len)
         if check:
             check_has_data(op, "indices", indices)

@@ -8,8 +8,12 @@ import torch.nn as nn
 
 from ..core.checks import check_choice, message
 from ..core.errors import InvalidInput, InvalidType
+from ..core.messages import quoted
 from ..nn.bsr_linear import BSRLinear
 from ..sparse.scores import NORMS, block_norms, check_sparsity, keep_best, kept_count
+
+# More than anyone counts to, and few enough for a schedule to compute with.
+MOST_STEPS = 2**63 - 1
 
 
 def shrink_(
@@ -210,10 +214,17 @@ class GradualPruner:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from `state_dict()`."""
         op = "GradualPruner.load_state_dict"
-        steps = state.get("steps") if isinstance(state, dict) else None
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            expected = "what state_dict() returned"
-            raise InvalidInput(message(op, "state", "has no count of steps", expected, repr(state)))
+        expected = "what state_dict() returned, a dict with the count of steps"
+        if not isinstance(state, dict) or "steps" not in state:
+            got = quoted(list(state)) if isinstance(state, dict) else type(state).__name__
+            raise InvalidInput(message(op, "state", "has no steps", expected, got))
+        steps = state["steps"]
+        if not isinstance(steps, int) or isinstance(steps, bool):
+            kind = type(steps).__name__
+            raise InvalidType(message(op, "steps", "is not an int", expected, kind))
+        if not 0 <= steps <= MOST_STEPS:
+            expected = f"a count from 0 to {MOST_STEPS}"
+            raise InvalidInput(message(op, "steps", "is out of range", expected, steps))
         self.steps = steps
 
 

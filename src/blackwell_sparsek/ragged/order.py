@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """In which order programs of the Hopper kernel take the softmaxes of prompts: the longest first.
 
-Equal ranges of units (`triton.py`) balance programs as well as units tell the time, and split a
+Equal ranges of units (`plan.py`) balance programs as well as units tell the time, and split a
 softmax at each border. Where every softmax is short against what a program has to do, programs
 claim whole ones from a counter instead, as they get free. The *order* lists query tiles, each for
 all KV heads:
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..calls.ragged import RaggedCall
 from ..launch.launcher import cdiv, launch
-from .triton import (
+from .plan import (
     KernelRecords,
     RaggedSizes,
     RaggedWorkspace,

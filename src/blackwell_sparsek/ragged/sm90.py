@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """Packed queries over a cache on Hopper: the arithmetic of `triton.py` by TMA and WGMMA.
 
-Shapes, results and the way work is split are those of `triton.py`: programs take equal ranges of
-the units of all softmaxes or, if the plan says so, whole softmaxes as they get free (`order.py`).
-Queries of all heads that share a KV
-head are the rows of a query tile, CONSUMERS x 64 of them, so that a decoding step reads its keys
-once for the whole group. The roles of a program are those of `attention.sm90.forward`:
+Shapes and results are those of `triton.py`, and `plan.py` divides the work of both: programs take
+equal ranges of the units of all softmaxes or, if the plan says so, whole softmaxes as they get free
+(`order.py`). Queries of all heads that share a KV head are the rows of a query tile, CONSUMERS x 64
+of them, so that a decoding step reads its keys once for the whole group. The roles of a program are
+those of `attention.sm90.forward`:
 
 - a producer warp finds the parts of softmaxes that it has, publishes each as a `QueryPart`, and
   keeps rings of K and V tiles full, by one TMA copy for each page of a tile;
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from ..attention.sm90.forward import (
@@ -57,7 +57,7 @@ from ..decode.sm90_producer import (
     read_pages,
 )
 from ..decode.triton import DecodeHeads, DecodeLayout
-from ..device.gluon.compat import async_load, async_store, reinterpret, thread_barrier
+from ..device.gluon.compat import async_load, reinterpret
 from ..device.gluon.partials import columns_of, rows_of
 from ..device.gluon.pipeline import (
     next_claimed,
@@ -69,7 +69,6 @@ from ..device.gluon.pipeline import (
     tiles,
     work_channel,
 )
-from ..device.gluon.records import StagePlace
 from ..device.gluon.row_parts import row_parts
 from ..device.gluon.warps import shared_address
 from ..device.masks import bounds_in_chunk, row_bounds
@@ -83,7 +82,7 @@ from ..launch.launcher import launch, on_device_of
 from ..launch.workspace import scratch, self_resetting_counters
 from .order import launch_order
 from .outputs import end_rows, row_places, store_lse, store_outputs
-from .triton import (
+from .plan import (
     RaggedSizes,
     RaggedWorkspace,
     SoftmaxPart,
@@ -133,7 +132,7 @@ class RaggedShared(NamedTuple):
     """What all roles share."""
 
     q_ring: Any
-    """CFG.Q_STAGES tiles for each consumer, as TMA fills them where the producer copies queries."""
+    """A tile for each consumer, as TMA fills it where the producer copies queries."""
     k_ring: Any
     v_ring: Any
     parts: Any
@@ -166,10 +165,6 @@ class RaggedConsumer(NamedTuple):
     scoring: Any
     tensors: Any
     tail: Any
-    out_desc: Any
-    """None where consumers store all outputs themselves."""
-    out_copies: Any
-    """A tile of outputs for each consumer, in shared memory, as TMA takes them; None likewise."""
 
 
 @gluon.jit
@@ -193,20 +188,6 @@ def _group_of(heads, CFG: gl.constexpr):
 def _position(row, tile, group):
     """Position of the query of a row; rows past the last count as the last."""
     return gl.minimum(row, tile.num_rows - 1) // group + tile.shift
-
-
-@gluon.jit
-def _queries_place(part, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The `StagePlace` of a consumer's queries of the `part`-th part with keys."""
-    stage, phase = ring_place(part, CFG.Q_STAGES)
-    return StagePlace(stage * CFG.CONSUMERS + GROUP, phase)
-
-
-@gluon.jit
-def _rows_place(tile, kv_head, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Coordinates of a consumer's rows in [token, KV head, head of it, dim]."""
-    query = tile.first_query + (tile.first_row + GROUP * ROWS) // CFG.HEADS
-    return [query, kv_head, 0, 0]
 
 
 # The producer.
@@ -281,12 +262,13 @@ def _copy_queries(produce, shared, tile, kv_head, part, CFG: gl.constexpr):
     consumers: gl.constexpr = CFG.CONSUMERS
     q_ring = shared.q_ring
     for group in gl.static_range(consumers):
-        stage, phase = _queries_place(part, group, CFG)
-        bar = q_ring.full.index(stage)
-        mbarrier.wait(q_ring.empty.index(stage), phase ^ 1)
+        phase = ring_place(part, 1).phase
+        bar = q_ring.full.index(group)
+        mbarrier.wait(q_ring.empty.index(group), phase ^ 1)
         mbarrier.expect(bar, produce.q_desc.block_type.nbytes)
-        place = _rows_place(tile, kv_head, group, CFG)
-        async_load(produce.q_desc, place, bar, q_ring.tiles.index(stage))
+        # of [token, KV head, head of it, dim]
+        query = tile.first_query + (tile.first_row + group * ROWS) // CFG.HEADS
+        async_load(produce.q_desc, [query, kv_head, 0, 0], bar, q_ring.tiles.index(group))
 
 
 @gluon.jit
@@ -298,9 +280,6 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
     _, kv_tiles = count_tiles(plan, CFG)
     wrong = lanes() * 0
     pages = _read_pages(keys, dense_tile(plan, 0), CFG)
-    if CFG.HEADS > 0 and CFG.Q_STAGES > 1:  # noqa: SIM102
-        if kv_tiles > 0:
-            _copy_queries(produce, shared, tile, kv_head, part, CFG)
     for kv_tile in range(0, kv_tiles):
         copies, wrong_pages = _copies(pages, keys, dense_tile(plan, kv_tile), CFG)
         wrong = wrong | wrong_pages
@@ -309,7 +288,7 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
         pages = _read_pages(keys, dense_tile(plan, following), CFG)
         _fill(produce.k_desc, shared.k_ring, step, copies, kv_head, CFG)
         _fill(produce.v_desc, shared.v_ring, step, copies, kv_head, CFG)
-        if CFG.HEADS > 0 and CFG.Q_STAGES == 1:  # noqa: SIM102
+        if CFG.HEADS > 0:  # noqa: SIM102
             # there is room for a tile before the last queries have been read
             if kv_tile == 0:
                 _copy_queries(produce, shared, tile, kv_head, part, CFG)
@@ -420,10 +399,11 @@ def _produce(produce, shared, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _rows_in(copy, COLUMNS: gl.constexpr):
+def _rows_in(copy, CFG: gl.constexpr):
     """A copy of [token, KV head, head of it, dim] in shared memory as a tile of 64 rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], copy.dtype)
-    return reinterpret(copy, copy.dtype, [ROWS, COLUMNS], layout)
+    dim: gl.constexpr = CFG.TILE_D
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, dim], copy.dtype)
+    return reinterpret(copy, copy.dtype, [ROWS, dim], layout)
 
 
 @gluon.jit
@@ -459,13 +439,8 @@ def _row_bounds_of(tile, rows, sizes, group, GROUP: gl.constexpr):
 @gluon.jit
 def _write_rows(consume, tensors, tile, kv_head, state, acc, tokens_q, GROUP: gl.constexpr,
                 CFG: gl.constexpr):  # fmt: skip
-    """End the softmax of this consumer's rows and store outputs and lse.
-
-    TMA copies 64 rows of the sequence; with fewer, those of the next one would follow, and each
-    thread stores its own.
-    """
-    first_row = tile.first_row + GROUP * ROWS
-    rows = first_row + rows_of(acc)
+    """End the softmax of this consumer's rows and store outputs and lse."""
+    rows = tile.first_row + GROUP * ROWS + rows_of(acc)
     query, head, offset = row_places(
         rows, tile.num_rows, kv_head, tensors.heads.group, tile.first_query, tensors.out
     )
@@ -474,20 +449,7 @@ def _write_rows(consume, tensors, tile, kv_head, state, acc, tokens_q, GROUP: gl
     )
     live = rows < tile.num_rows
     columns = columns_of(acc)[None, :]
-    if CFG.OUT_TILES:
-        if first_row + ROWS <= tile.num_rows:
-            # the copy before must have read the buffer, which one thread knows
-            tma.store_wait(0)
-            thread_barrier()
-            copy = consume.out_copies.index(GROUP)
-            _rows_in(copy, CFG.TILE_DV).store(out.to(copy.dtype))
-            fence_async_shared()
-            thread_barrier()
-            async_store(consume.out_desc, _rows_place(tile, kv_head, GROUP, CFG), copy)
-        else:
-            store_outputs(consume.results, out, offset, columns, live, CFG.HEAD_DIM_V)
-    else:
-        store_outputs(consume.results, out, offset, columns, live, CFG.HEAD_DIM_V)
+    store_outputs(consume.results, out, offset, columns, live, CFG.HEAD_DIM_V)
     store_lse(consume.results, lse, tile, query, head, tokens_q, live)
 
 
@@ -517,20 +479,20 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         )  # fmt: skip
         plan = VisitPlan(0, 0, part.edge_begin, part.full_begin, part.full_end, part.edge_end)
         masked_tiles, kv_tiles = count_tiles(plan, CFG)
-        q_stage, q_phase = _queries_place(with_keys, GROUP, CFG)
+        q_phase = ring_place(with_keys, 1).phase
         if part.first_row + GROUP * ROWS >= part.num_rows:
             # none of its rows exists
             if CFG.HEADS > 0:  # noqa: SIM102
                 if kv_tiles > 0:
-                    mbarrier.wait(q_ring.full.index(q_stage), q_phase)
-                    mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
+                    mbarrier.wait(q_ring.full.index(GROUP), q_phase)
+                    mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
             skip_tiles(stages, kv_tiles, step, GROUP, CFG)
             step += kv_tiles
             take(shared.verdicts, slot)
         else:
-            q = q_ring.tiles.index(q_stage)
+            q = q_ring.tiles.index(GROUP)
             if CFG.HEADS > 0:
-                q = _rows_in(q, CFG.TILE_D)
+                q = _rows_in(q, CFG)
             else:
                 _load_queries(consume, q, tile, part.kv_head, group, GROUP, CFG)
             queries = Queries(
@@ -549,7 +511,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             acc = zero_outputs(CFG)
             if kv_tiles > 0:
                 if CFG.HEADS > 0:
-                    mbarrier.wait(q_ring.full.index(q_stage), q_phase)
+                    mbarrier.wait(q_ring.full.index(GROUP), q_phase)
                 m_log2, sums, acc, p = attend_first_tile(
                     queries, stages, 0, step, (m_log2, sums), acc, GROUP, CFG
                 )
@@ -562,7 +524,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 place = ring_place(step, CFG.STAGES)
                 if CFG.HEADS > 0:
                     # every score of this part is taken: the next queries may come
-                    mbarrier.arrive(q_ring.empty.index(q_stage), count=1)
+                    mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
                 drop_unseen(queries, stages, kv_tiles - 1, place, CFG)
                 acc = attend_last_values(stages, place, acc, p, CFG)
                 step += 1
@@ -588,8 +550,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         slot += 1
         with_keys += gl.where(kv_tiles > 0, 1, 0)
         part = QueryPart(*take(shared.parts, slot))
-    if CFG.OUT_TILES:
-        tma.store_wait(0)
 
 
 @gluon.jit(
@@ -601,7 +561,6 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 def _attn_ragged_sm90_kernel(
     results,
     q_ptr,
-    out_desc,
     q_desc,
     k_desc,
     v_desc,
@@ -628,19 +587,15 @@ def _attn_ragged_sm90_kernel(
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     consumers: gl.constexpr = CFG.CONSUMERS
-    q_stages: gl.constexpr = CFG.Q_STAGES * consumers
     if CFG.HEADS > 0:  # noqa: SIM108
-        q_smem = ring_memory(q_desc, q_stages)
+        q_smem = ring_memory(q_desc, consumers)
     else:
-        q_smem = tiles(k_desc, q_stages, ROWS)
-    out_copies = None
-    if CFG.OUT_TILES:
-        out_copies = ring_memory(out_desc, consumers)
+        q_smem = tiles(k_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages, CFG.TILE_N)
     v_smem = tiles(v_desc, stages, CFG.TILE_N)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
-    q_ring = ring(q_smem, q_stages, 1)
+    q_ring = ring(q_smem, consumers, 1)
     parts = work_channel(PART_FIELDS, consumers)
     verdicts = work_channel(1, consumers)
     fence_async_shared()
@@ -652,7 +607,7 @@ def _attn_ragged_sm90_kernel(
     produce = RaggedProducer(
         q_desc, k_desc, v_desc, tables, layout.tables.pages, workspace, num_tiles
     )
-    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail, out_desc, out_copies)
+    consume = RaggedConsumer(results, q_ptr, scoring, layout.tensors, tail)
     gl.warp_specialize(
         [
             (_consume, (consume, shared, 0, CFG)),
@@ -670,12 +625,10 @@ def attention_ragged(call: RaggedCall) -> None:
     launch_attn_ragged_sm90(call, ragged_sm90_config(problem, call.top_left), problem.arch.num_sms)
 
 
-def _rows_descriptor(
-    x: torch.Tensor, config: RaggedSm90Config, block: tuple[int, int, int, int]
-) -> Any:
-    """Of queries or outputs as [token, KV head, head of it, dim]."""
-    x = x.unflatten(1, (-1, config.HEADS))
-    return tensor_descriptor(x, block, tma_strides(x))
+def _queries_descriptor(q: torch.Tensor, config: RaggedSm90Config) -> Any:
+    """Of queries as [token, KV head, head of it, dim]."""
+    q = q.unflatten(1, (-1, config.HEADS))
+    return tensor_descriptor(q, config.q_block(), tma_strides(q))
 
 
 def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs: int) -> None:
@@ -704,8 +657,7 @@ def launch_attn_ragged_sm90(call: RaggedCall, config: RaggedSm90Config, programs
         args = (
             records.results,
             q,
-            _rows_descriptor(call.out, config, config.out_block()) if config.OUT_TILES else None,
-            _rows_descriptor(q, config, config.q_block()) if config.HEADS > 0 else None,
+            _queries_descriptor(q, config) if config.HEADS > 0 else None,
             descriptor(call.k, call.page_size, config.k_block()),
             descriptor(call.v, call.page_size, config.v_block()),
             records.tables,

@@ -5,20 +5,21 @@ Pure functions; nothing is timed. Under `batch_invariant` tiles depend only on d
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import torch
 
 from ..attention.sm90.config import AttnFwdSm90Config
-from ..attention.triton.tuning import LARGE_SMEM, PRECISIONS
+from ..attention.triton.tuning import LARGE_SMEM
 from ..calls.ragged import RaggedProblem
 from ..core.compat import why_no_gluon
+from ..decode.portable_tuning import SplitKeysConfig
 from ..decode.tuning import (
     INTERPRETED_PROGRAMS,
     LONGEST,
     MOST_TILES,
     SMALLEST_TILE,
     STEP,
+    CopiedKeys,
     cache_unsupported,
 )
 from ..dispatch.machine import why_no_kernels
@@ -54,34 +55,8 @@ def query_tiles(problem: RaggedProblem, tile_m: int) -> int:
 
 
 @dataclass(frozen=True)
-class RaggedConfig:
-    """Tiles and launch options of the portable kernel.
-
-    Parameters
-    ----------
-    tile_m : rows of one tile: queries of all heads that share a KV head
-    tile_n : keys of one tile; both are powers of two, at least 16
-    num_warps, num_stages : launch options of Triton
-    programs : how many programs split the keys of all query tiles and heads
-    precision : of fp32 products: "ieee" or "tf32"; ignored for 16-bit inputs
-    """
-
-    tile_m: int
-    tile_n: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    precision: str = "ieee"
-
-    def __post_init__(self) -> None:
-        for name in ("tile_m", "tile_n"):
-            side = getattr(self, name)
-            if side < 16 or side & (side - 1):
-                raise ValueError(f"{name} is {side}; expected a power of two from 16 on")
-        if self.programs < 1:
-            raise ValueError(f"programs is {self.programs}; expected at least 1")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}; expected one of {PRECISIONS}")
+class RaggedConfig(SplitKeysConfig):
+    """Tiles and launch options of the portable kernel."""
 
 
 def ragged_config(problem: RaggedProblem, precision: str) -> RaggedConfig:
@@ -150,22 +125,12 @@ def ragged_sm90_unsupported(problem: RaggedProblem) -> str | None:
 
 
 @dataclass(frozen=True)
-class CacheCopies:
-    """How tiles of keys are copied; names as in `decode.tuning.DecodeSm90Config`."""
+class CacheCopies(CopiedKeys):
+    """How tiles of keys are copied; there are no lists of blocks."""
 
     TILE_N: int
     PAGE_SIZE: int | None
-    BLOCK_KV: None = None
-
-    @property
-    def copy_keys(self) -> int:
-        """Keys of one TMA copy: the most that never cross a page."""
-        return gcd(self.TILE_N, self.PAGE_SIZE or 0)
-
-    @property
-    def copies(self) -> int:
-        """Copies that fill one tile."""
-        return self.TILE_N // self.copy_keys
+    BLOCK_KV: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,15 +146,13 @@ class RaggedSm90Config(AttnFwdSm90Config):
     HEADS: int = 0
     """Query heads that share a KV head, if TMA copies tiles of their queries; 0 if consumers load
     them."""
-    OUT_TILES: bool = False
-    """Outputs of 64 rows of a sequence leave through shared memory by TMA."""
     DYNAMIC: bool = False
     """Programs take whole softmaxes as they get free where these are short (`order.py`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # consumers that load their queries have one tile for them
-        assert self.HEADS > 0 or (self.Q_STAGES == 1 and not self.OUT_TILES), f"{self=}"
+        # a second tile of queries would take the third stage of keys
+        assert self.Q_STAGES == 1, f"{self.Q_STAGES=}"
 
     @property
     def barrier_room(self) -> int:
@@ -205,16 +168,11 @@ class RaggedSm90Config(AttnFwdSm90Config):
     def tile_bytes(self) -> int:
         """Shared memory of all tiles."""
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
-        rows = self.Q_STAGES * self.TILE_D + (self.TILE_DV if self.OUT_TILES else 0)
-        return 2 * (self.tile_m * rows + keys)
+        return 2 * (self.tile_m * self.TILE_D + keys)
 
     def q_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of the queries of a consumer: of [token, KV head, head of it, dim]."""
         return (GROUP_ROWS // self.HEADS, 1, self.HEADS, self.TILE_D)
-
-    def out_block(self) -> tuple[int, int, int, int]:
-        """Shape of a copy of the outputs of a consumer: likewise."""
-        return (GROUP_ROWS // self.HEADS, 1, self.HEADS, self.TILE_DV)
 
     def k_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of keys."""
@@ -235,7 +193,6 @@ def ragged_sm90_config(problem: RaggedProblem, top_left: bool) -> RaggedSm90Conf
         problem.batch_invariant,
         problem.group if copies_queries(problem) else 0,
         problem.max_q * problem.group > GROUP_ROWS,
-        problem.tma_out,
     )
 
 
@@ -247,12 +204,6 @@ def copies_queries(problem: RaggedProblem) -> bool:
     return problem.tma_q and problem.positive and GROUP_ROWS % max(problem.group, 1) == 0
 
 
-# Whether prompts have two buffers of queries and one of outputs, as in the forward, and two stages
-# of keys instead of three. 32 decoding steps of 8k keys beside two prompts of 4k: 777 us with them,
-# 744 without; prompts alone have not been timed.
-BUFFERED_PROMPTS = False
-
-
 @lru_cache(maxsize=256)
 def _sm90_config(
     page_size: int | None,
@@ -262,14 +213,11 @@ def _sm90_config(
     whole: bool,
     heads: int,
     prompts: bool,
-    tma_out: bool,
 ) -> RaggedSm90Config:
     tile_d, tile_dv = (64 if dim <= 64 else 128 for dim in (head_dim, head_dim_v))
     tile_n = 128
-    buffered = BUFFERED_PROMPTS and prompts and heads > 0 and tma_out
-    rows = 2 * tile_d + tile_dv if buffered else tile_d
     # 2 KiB for barriers, which begin behind the tiles
-    room = SMEM_BYTES - 2048 - 2 * CONSUMERS * GROUP_ROWS * rows
+    room = SMEM_BYTES - 2048 - 2 * CONSUMERS * GROUP_ROWS * tile_d
     stages = min(4, room // (2 * tile_n * (tile_d + tile_dv)))
     copies = CacheCopies(tile_n, page_size).copies
     return RaggedSm90Config(
@@ -291,8 +239,6 @@ def _sm90_config(
         TOP_LEFT=top_left,
         WHOLE=whole,
         HEADS=heads,
-        Q_STAGES=2 if buffered else 1,
-        OUT_TILES=buffered,
         DYNAMIC=prompts,
         PDL=True,
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.checks import message
+from ..core.checks import check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
@@ -28,6 +28,15 @@ def checked_state(op: str, state: Any, names: Sequence[str]) -> dict[str, Any]:
         got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise InvalidInput(message(op, f"the state of a saved {op}", "does not fit", names, got))
     return state
+
+
+def _check_not_expanded(op: str, arg: str, x: Any) -> None:
+    """Refuse a tensor of a file that repeats its elements: a copy could have any size."""
+    check_tensor(op, arg, x)
+    stored = x.untyped_storage().nbytes() // x.element_size()
+    if x.numel() > stored:
+        expected = f"at most the {stored} elements that are stored"
+        raise InvalidInput(message(op, arg, "is expanded", expected, x.numel()))
 
 
 class _Transpose(NamedTuple):
@@ -268,6 +277,8 @@ class BSRPattern:
             # real indices beside an indptr without data would be followed unchecked
             check_index_tensors(op, indptr, indices)
         else:
+            for arg, x in (("indptr", indptr), ("indices", indices)):
+                _check_not_expanded(op, arg, x)
             check_metadata(op, indptr, indices, shape, block_shape)
         self._build(indptr.to(torch.int32), indices.to(torch.int32), shape, block_shape)
 

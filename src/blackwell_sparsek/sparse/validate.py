@@ -25,6 +25,9 @@ from ..launch.launcher import cdiv
 VALUE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_INDEX = 2**31 - 1
+# Block rows or columns. A pattern and its transpose have an int32 for each, 256 MiB, also where few
+# blocks or none are stored.
+MOST_BLOCKS = 2**26
 
 
 def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
@@ -81,6 +84,10 @@ def check_metadata(
     check_index_tensors(op, indptr, indices)
     check_has_data(op, "indptr", indptr)
     rows, cols = cdiv(shape[0], block_shape[0]), cdiv(shape[1], block_shape[1])
+    if max(rows, cols) > MOST_BLOCKS:
+        expected = f"at most {MOST_BLOCKS} block rows and columns (take larger blocks)"
+        problem = f"has too many blocks of {block_shape[0]} x {block_shape[1]}"
+        raise InvalidInput(message(op, "shape", problem, expected, f"{rows} and {cols}"))
     if indptr.numel() != rows + 1:
         expected = f"{rows + 1} ({rows} block rows of {block_shape[0]} in {shape[0]}, plus 1)"
         raise InvalidInput(message(op, "indptr", "has a wrong length", expected, indptr.numel()))

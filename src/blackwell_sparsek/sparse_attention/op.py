@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.attention import empty_lse, empty_out
+from ..calls.attention import empty_gradients, empty_lse, empty_out
 from ..calls.sparse_attention import (
     SparseAttentionCall,
     SparseAttnGradients,
@@ -152,13 +152,8 @@ def _forward_fake(*arguments: Any) -> Tensors:
     return empty_out(given.q, given.v.shape[-1]), empty_lse(given.q)
 
 
-def _empty_gradients(given: Arguments, needs: Sequence[bool]) -> Tensors:
-    """Gradients laid out as their inputs; those that are not needed have no elements."""
-    inputs = (given.q, given.k, given.v, given.sinks, given.gate)
-    return tuple(
-        torch.empty_like(x) if needed and x is not None else given.q.new_empty(0)
-        for x, needed in zip(inputs, needs, strict=True)
-    )
+def _gradients_of(given: Arguments, needs: Sequence[bool]) -> Tensors:
+    return empty_gradients((given.q, given.k, given.v, given.sinks, given.gate), needs)
 
 
 def _backward(
@@ -172,7 +167,7 @@ def _backward(
     given = Arguments(*arguments)
     # autograd may pass an expanded gradient, for instance that of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    results = _empty_gradients(given, needs)
+    results = _gradients_of(given, needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
     call = SparseBackwardCall(call_of(given), dout, dlse, out, lse, SparseAttnGradients(*wanted))
     with without_autocast(given.q.device):
@@ -183,7 +178,7 @@ def _backward(
 def _backward_fake(
     dout: Any, dlse: Any, out: Any, lse: Any, needs: Any, *arguments: Any
 ) -> Tensors:
-    return _empty_gradients(Arguments(*arguments), needs)
+    return _gradients_of(Arguments(*arguments), needs)
 
 
 _ARGUMENTS = (

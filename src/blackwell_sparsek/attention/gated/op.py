@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...calls.attention import AttentionCall, AttnProblem, AttnSpec, empty_lse, empty_out
+from ...calls.attention import (
+    AttentionCall,
+    AttnProblem,
+    AttnSpec,
+    empty_gradients,
+    empty_lse,
+    empty_out,
+)
 from ...calls.gated_attention import GatedBackwardCall, GatedCall, GatedGradients, KeyGate
 from ...core.errors import Unsupported
 from ...core.torch_state import without_autocast
@@ -132,13 +139,8 @@ def _forward_fake(*arguments: Any) -> Tensors:
     return empty_out(given.q, given.v.shape[-1]), empty_lse(given.q)
 
 
-def _empty_gradients(given: Arguments, needs: Sequence[bool]) -> Tensors:
-    """Gradients laid out as their inputs; those that are not needed have no elements."""
-    inputs = (given.q, given.k, given.v, given.sinks, given.u, given.tau)
-    return tuple(
-        torch.empty_like(x) if needed and x is not None else given.q.new_empty(0)
-        for x, needed in zip(inputs, needs, strict=True)
-    )
+def _gradients_of(given: Arguments, needs: Sequence[bool]) -> Tensors:
+    return empty_gradients((given.q, given.k, given.v, given.sinks, given.u, given.tau), needs)
 
 
 def _backward(
@@ -152,7 +154,7 @@ def _backward(
     given = Arguments(*arguments)
     # autograd may pass an expanded gradient, for instance that of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    results = _empty_gradients(given, needs)
+    results = _gradients_of(given, needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
     call = GatedBackwardCall(call_of(given), dout, dlse, out, lse, GatedGradients(*wanted))
     with without_autocast(given.q.device):
@@ -163,7 +165,7 @@ def _backward(
 def _backward_fake(
     dout: Any, dlse: Any, out: Any, lse: Any, needs: Any, *arguments: Any
 ) -> Tensors:
-    return _empty_gradients(Arguments(*arguments), needs)
+    return _gradients_of(Arguments(*arguments), needs)
 
 
 _ARGUMENTS = (

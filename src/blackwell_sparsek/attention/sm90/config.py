@@ -380,8 +380,35 @@ ORDERED_TILES = 2
 SUM_ROWS, SUM_COLUMNS = 128, 32
 
 
+class SlicedHeads:
+    """The slices in which backward kernels hold head dims; for configurations with these fields."""
+
+    TILE_D: int
+    TILE_DV: int
+
+    @property
+    def slice_d(self) -> int:
+        """Columns of a slice of queries and keys; up to 128 they are whole."""
+        return slice_width(self.TILE_D)
+
+    @property
+    def slice_dv(self) -> int:
+        """The same of values and output gradients."""
+        return slice_width(self.TILE_DV)
+
+    @property
+    def d_slices(self) -> int:
+        """Slices of queries and keys."""
+        return self.TILE_D // self.slice_d
+
+    @property
+    def dv_slices(self) -> int:
+        """Slices of values and output gradients."""
+        return self.TILE_DV // self.slice_dv
+
+
 @dataclass(frozen=True)
-class AttnBwdSm90Config:
+class AttnBwdSm90Config(SlicedHeads):
     """Everything the kernel is specialised on. Sizes in elements.
 
     CONSUMERS warp groups keep 64 keys each and walk over the same tiles of TILE_M queries; a single
@@ -456,26 +483,6 @@ class AttnBwdSm90Config:
         """Queries of a tile that a warp group scores."""
         halved = self.SHARED_KEYS and not self.ONE_WAY
         return self.TILE_M // 2 if halved else self.TILE_M
-
-    @property
-    def slice_d(self) -> int:
-        """Columns of a slice of queries and keys; up to 128 they are whole."""
-        return slice_width(self.TILE_D)
-
-    @property
-    def slice_dv(self) -> int:
-        """The same of values and output gradients."""
-        return slice_width(self.TILE_DV)
-
-    @property
-    def d_slices(self) -> int:
-        """Slices of queries and keys."""
-        return self.TILE_D // self.slice_d
-
-    @property
-    def dv_slices(self) -> int:
-        """Slices of values and output gradients."""
-        return self.TILE_DV // self.slice_dv
 
     @property
     def dp_products(self) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...launch.descriptors import GROUP_ROWS, SMEM_BYTES, accumulator_layout
-from .config import AttnBwdSm90Config, slice_width
+from .config import AttnBwdSm90Config, SlicedHeads
 
 
 @dataclass(frozen=True)
-class AttnBwdDqSm90Config:
+class AttnBwdDqSm90Config(SlicedHeads):
     """Everything the dq kernel of the split backward is specialised on. Sizes in elements.
 
     Each of CONSUMERS warp groups keeps 64 queries, and all walk over the same tiles of TILE_N keys;
@@ -40,26 +40,6 @@ class AttnBwdDqSm90Config:
     def tile_m(self) -> int:
         """Queries of a work tile."""
         return GROUP_ROWS * self.CONSUMERS
-
-    @property
-    def slice_d(self) -> int:
-        """Columns of a slice of queries and keys; up to 128 they are whole."""
-        return slice_width(self.TILE_D)
-
-    @property
-    def slice_dv(self) -> int:
-        """The same of values and output gradients."""
-        return slice_width(self.TILE_DV)
-
-    @property
-    def d_slices(self) -> int:
-        """Slices of queries and keys."""
-        return self.TILE_D // self.slice_d
-
-    @property
-    def dv_slices(self) -> int:
-        """Slices of values and output gradients."""
-        return self.TILE_DV // self.slice_dv
 
     @property
     def parts(self) -> int:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...launch.descriptors import GROUP_ROWS
 from .config import ROW_PADDING, AttnBwdSm90Config, AttnFwdSm90Config
 

@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...core.compat import why_no_gluon
-from ...core.dtypes import dtype_name
-from ...core.integers import cdiv
+from ...core.sizes import cdiv, dtype_name
 from ...core.target import Arch
 from ...launch.descriptors import GROUP_ROWS
 from ...masks.band import EVERYTHING, Band

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...device.backprop import probabilities, score_gradients, shift_of_rows
 from ...device.gates import (
     GateRow,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...device.backprop import sink_gradients
 from ...device.masks import exists
 from ...device.records import Strides

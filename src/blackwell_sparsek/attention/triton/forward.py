@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...device.gates import GateRow, KeyGates, add_gates, gate_row, gate_weights, load_gate_terms
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Added, Band, Lengths, Score

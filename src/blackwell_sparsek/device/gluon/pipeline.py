@@ -8,7 +8,7 @@ work tile ahead. `slot` counts the work tiles of this program.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..masks import within_bounds
 from .records import PackedPlace, Ring, StagePlace, WorkChannel
@@ -138,6 +138,18 @@ def ring_place(step, STAGES: gl.constexpr):
     else:
         place = StagePlace(step % STAGES, (step // STAGES) & 1)
     return place
+
+
+@gluon.jit
+def show_copies(CFG: gl.constexpr):
+    """Make copies that a barrier has reported visible to WGMMA, which reads by the async proxy.
+
+    TMA writes by that proxy too, so kernels that copy tiles or pages need nothing here. Those that
+    gather single keys by cp.async, which writes by the generic proxy, have CFG.GATHERED:
+    `sparse_attention/sm90/gathered.py` and `latent.py`.
+    """
+    if CFG.GATHERED:
+        fence_async_shared()
 
 
 @gluon.jit

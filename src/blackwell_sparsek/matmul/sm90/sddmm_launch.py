@@ -13,8 +13,8 @@ from ...launch.workspace import scratch, self_resetting_counters
 from ..rows import SampledViews, sampled_product
 from ..triton.pack import packed_pattern
 from ..triton.shares import add_shares
-from .config import SddmmSm90Config
 from .sddmm import _sddmm_sm90_kernel
+from .sddmm_config import SddmmSm90Config
 from .sddmm_plan import TileSizes, sddmm_plan
 from .spmm_launch import MAX_REGISTERS
 from .tuning import sddmm_sm90_config, sddmm_sm90_shares

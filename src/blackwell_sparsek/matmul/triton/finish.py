@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...device.epilogue import finish
 from ...device.tiles import offsets_2d
 from ...launch.description import KernelLaunch

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...device.tiles import add_product, offsets_2d
 from ...launch.description import KernelLaunch, run
 from ..strides import strides_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from ...core.integers import cdiv
+from ...core.sizes import cdiv
 from ...launch.description import KernelLaunch, run
 
 if TYPE_CHECKING:

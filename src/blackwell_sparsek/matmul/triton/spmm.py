@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...core.fp8_scales import SCALE_CHANNELS
-from ...core.integers import cdiv
+from ...core.sizes import SCALE_CHANNELS, cdiv
 from ...device.fp8 import e4m3_operand
 from ...device.tiles import add_product, offsets_2d
 from ...launch.description import KernelLaunch, run

@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.errors import InvalidInput
-from ...core.fp8_scales import SCALE_CHANNELS
-from ...core.integers import cdiv
+from ...core.sizes import SCALE_CHANNELS, cdiv
 from ...core.target import Arch
 from ...dispatch.tuned import Tile, tuned_tile
 

@@ -65,7 +65,7 @@ from ..triton.walk import (
     row_offsets,
 )
 from .forward import key_descriptor
-from .producer import EDGE, NEAR, ROWS
+from .producer import EDGE, NEAR, ROWS, Sizes
 from .tuning import COPY_COLUMNS, SparseDkdvSm90Config
 
 COLUMNS = gl.constexpr(COPY_COLUMNS)
@@ -102,21 +102,6 @@ class RowRing(NamedTuple):
     empty: Any
 
 
-class ListSizes(NamedTuple):
-    """Lengths without `cu_seqlens`, sizes of lists, and bands."""
-
-    q_len: Any
-    kv_len: Any
-    num_tiles: Any
-    most: Any
-    num_blocks: Any
-    num_tokens: Any
-    num_lists: Any
-    limit_right: Any
-    near_left: Any
-    near_right: Any
-
-
 class DkdvShared(NamedTuple):
     """What all roles share."""
 
@@ -128,7 +113,10 @@ class DkdvShared(NamedTuple):
     """Lists of the queries of each block, see `QueriesOfBlocks`."""
     first_blocks: Any
     cu_seqlens: Any
-    sizes: ListSizes
+    sizes: Sizes
+    num_tokens: Any
+    """Queries of a list head, and list heads of a batch; 0 where all batches share them."""
+    num_lists: Any
     heads: Any
 
 
@@ -195,13 +183,13 @@ def _list_of(shared, tile, first_head, CFG: gl.constexpr):
     if shared.first_blocks is not None:
         block += gl.load(shared.first_blocks + tile.batch)
     list_head = first_head // shared.heads.per_list
-    row = (tile.batch * sizes.num_lists + list_head).to(gl.int64)
+    row = (tile.batch * shared.num_lists + list_head).to(gl.int64)
     starts = shared.queries.starts + row * (sizes.num_blocks + 1) + block
     # of packed sequences, some end before this tile: its block is another's
     there = exists(tile.kv_start, tile.kv_len)
     begin = gl.load(starts, there, other=0)
     end = gl.load(starts + 1, there, other=0)
-    return BlockList(shared.queries.places + row * sizes.num_tokens * sizes.most, begin, end)
+    return BlockList(shared.queries.places + row * shared.num_tokens * sizes.most, begin, end)
 
 
 @gluon.jit
@@ -517,14 +505,12 @@ def _sparse_attn_dkdv_sm90_kernel(
     full, empty = barriers(stages, 2), barriers(stages, 1)
     fence_async_shared()
 
-    sizes = ListSizes(
-        q_len, kv_len, num_tiles, most, num_blocks, num_tokens, num_lists, limit_right, near_left,
-        near_right,
-    )  # fmt: skip
+    sizes = Sizes(q_len, kv_len, num_tiles, most, num_blocks, limit_right, near_left, near_right)
     rows = RowRing(q_smem, dout_smem, shift, delta, index, flags, full, empty)
     shared = DkdvShared(
-        k_smem, v_smem, kv_full, rows, queries, first_blocks_ptr, cu_seqlens, sizes, heads
-    )
+        k_smem, v_smem, kv_full, rows, queries, first_blocks_ptr, cu_seqlens, sizes, num_tokens,
+        num_lists, heads,
+    )  # fmt: skip
     descs = RowDescriptors(q_desc, dout_desc, k_desc, v_desc)
     describe = RowDescription(gate_ptr, strides.gate, terms, lse_head_stride)
     # the first role runs in the warps of the launch, the others in warps of their own

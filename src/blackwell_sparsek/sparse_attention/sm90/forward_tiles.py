@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...attention.sm90.forward_stages import (
     EMPTY_V,
@@ -33,7 +30,7 @@ from ...attention.sm90.forward_stages import (
     start_outputs,
     start_scores,
 )
-from ...device.gluon.pipeline import ring_place
+from ...device.gluon.pipeline import ring_place, show_copies
 from ...device.gluon.row_parts import add_parts, any_raised, pin_above, row_maxima, scale_rows
 from ...device.scores import cap
 from ...device.softmax import add_sink, finalise, raise_maximum, weights_of
@@ -75,14 +72,10 @@ class Started(NamedTuple):
 
 @gluon.jit
 def await_copies(stages, step, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Wait for the keys or values of a step; return their stage.
-
-    WGMMA reads through the proxy that TMA writes through, but cp.async writes through another.
-    """
+    """Wait for the keys or values of a step; return their stage."""
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, ARRAY, CFG)
-    if CFG.GATHERED:
-        fence_async_shared()
+    show_copies(CFG)
     return stage
 
 

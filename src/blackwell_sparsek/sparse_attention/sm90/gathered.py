@@ -65,14 +65,12 @@ from .gathered_producer import (
     WORK_FIELDS,
     GatheredNotes,
     GatheredProducer,
-    GatheredShared,
-    GatheredSizes,
     GatheredTile,
     gather_tiles,
 )
 from .gathered_tuning import SparseGatheredConfig, sparse_gathered_config
 from .notes import own_rows, put_rows
-from .producer import ROWS
+from .producer import ROWS, Sizes, SparseShared
 
 
 class GatheredRows(NamedTuple):
@@ -266,8 +264,9 @@ def _sparse_attn_gathered_kernel(
     work = work_channel(WORK_FIELDS, CFG.CONSUMERS)
     fence_async_shared()
 
-    sizes = GatheredSizes(q_len, kv_len, num_tiles, limit_right, near_left, near_right)
-    shared = GatheredShared(
+    # the unions stand in for the lists
+    sizes = Sizes(q_len, kv_len, num_tiles, None, None, limit_right, near_left, near_right)
+    shared = SparseShared(
         Ring(k_smem, k_full, k_empty), Ring(v_smem, v_full, v_empty), GatheredNotes(words, wrong),
         work, cu_seqlens, sizes, heads,
     )  # fmt: skip

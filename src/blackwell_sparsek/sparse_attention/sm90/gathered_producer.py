@@ -48,35 +48,12 @@ class GatheredTile(NamedTuple):
 WORK_FIELDS = gl.constexpr(len(GatheredTile._fields))
 
 
-class GatheredSizes(NamedTuple):
-    """Lengths without `cu_seqlens`, tiles of queries, and bands."""
-
-    q_len: Any
-    kv_len: Any
-    num_tiles: Any
-    limit_right: Any
-    near_left: Any
-    near_right: Any
-
-
 class GatheredNotes(NamedTuple):
     """Notes on the keys in the stages: a word for each key, and the bits of wrong pages."""
 
     words: Any
     wrong: Any
     """None without pages."""
-
-
-class GatheredShared(NamedTuple):
-    """What all roles share."""
-
-    k_ring: Any
-    v_ring: Any
-    notes: Any
-    work: Any
-    cu_seqlens: Any
-    sizes: Any
-    heads: Any
 
 
 class GatheredProducer(NamedTuple):

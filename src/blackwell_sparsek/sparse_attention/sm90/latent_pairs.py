@@ -47,14 +47,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...decode.sm90_latent_tiles import (
-    _add_other,
-    _add_own,
-    _await_half,
-    _release,
-    _rescaled,
-)
 from ...device.gluon.compat import EARLY_DESCRIPTORS, placed
+from ...device.gluon.latent import add_other, add_own, await_half, release, rescaled
 from ...device.gluon.pipeline import barriers
 from ...device.records import SoftmaxState
 from ...device.scores import cap
@@ -117,7 +111,7 @@ def _no_scores(CFG: gl.constexpr):
 @gluon.jit
 def _score_part(s, queries, ring, step, PART: gl.constexpr, ADD: gl.constexpr, CFG: gl.constexpr):
     """Wait for a part of the columns of a tile and start its share of the scores."""
-    _await_half(ring, step, PART, CFG)
+    await_half(ring, step, PART, CFG)
     stage = step % CFG.STAGES
     # 0, but unknown to the compiler, see `decode.sm90_latent_tiles._start_scores`
     zero = step >> 30
@@ -195,7 +189,7 @@ def _start_even(s, exchange, shared, score, seen, step, acc, state, CFG: gl.cons
     m_log2, p, rescale = _weigh(state.m_log2, gl.max(s, 1), s, shared, step, seen, CFG)
     exchange.even_m.store(m_log2)
     mbarrier.arrive(exchange.even_state, count=1)
-    product = _add_own(p, shared.ring, step, _rescaled(acc, rescale, CFG), 0, CFG)
+    product = add_own(p, shared.ring, step, rescaled(acc, rescale, CFG), 0, CFG)
     row_sum = state.row_sum * rescale + gl.sum(p, 1) + wrong
     return product, p, SoftmaxState(m_log2, row_sum)
 
@@ -212,27 +206,27 @@ def _even_of_pair(
     ring = shared.ring
     product, p, state = _start_even(s, exchange, shared, score, seen, step, acc, state, CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    _release(ring, step, 0, CFG)
+    release(ring, step, 0, CFG)
     mbarrier.wait(exchange.odd_state, odds & 1)
     m_log2, rescale = _read_maximum(exchange.odd_m, state.m_log2, CFG)
     state = SoftmaxState(m_log2, state.row_sum * rescale)
     # the other adds these weights after those of the odd tile
     _give_weights(ring.k.index(step % CFG.STAGES), p * rescale[:, None], exchange.even_weights)
-    acc = _rescaled(acc, rescale, CFG)
-    _await_half(ring, step + 1, 0, CFG)
+    acc = rescaled(acc, rescale, CFG)
+    await_half(ring, step + 1, 0, CFG)
     mbarrier.wait(exchange.odd_weights, odds & 1)
-    product = _add_other(exchange.p, ring, step + 1, acc, 0, CFG)
+    product = add_other(exchange.p, ring, step + 1, acc, 0, CFG)
     if MORE:
         # one group of products for each piece
         behind: gl.constexpr = 2 if EARLY_DESCRIPTORS else 1
         s = _score_part(_no_scores(CFG), queries, ring, step + 2, 0, False, CFG)
         acc = warpgroup_mma_wait(behind, deps=(product,))
-        _release(ring, step + 1, 0, CFG)
+        release(ring, step + 1, 0, CFG)
         s = _score_part(s, queries, ring, step + 2, 1, True, CFG)
         s = warpgroup_mma_wait(0, deps=(s,))
     else:
         acc = warpgroup_mma_wait(0, deps=(product,))
-        _release(ring, step + 1, 0, CFG)
+        release(ring, step + 1, 0, CFG)
     return s, acc, state
 
 
@@ -252,16 +246,16 @@ def _odd_of_pair(
     rescale = even_rescale * rescale
     exchange.odd_m.store(m_log2)
     mbarrier.arrive(exchange.odd_state, count=1)
-    product = _add_own(p, ring, step + 1, _rescaled(acc, rescale, CFG), 1, CFG)
+    product = add_own(p, ring, step + 1, rescaled(acc, rescale, CFG), 1, CFG)
     _give_weights(exchange.p, p, exchange.odd_weights)
     row_sum = state.row_sum * rescale + gl.sum(p, 1) + wrong
-    _await_half(ring, step, 1, CFG)
+    await_half(ring, step, 1, CFG)
     mbarrier.wait(exchange.even_weights, pairs & 1)
-    product = _add_other(ring.k.index(step % CFG.STAGES), ring, step, product, 1, CFG)
+    product = add_other(ring.k.index(step % CFG.STAGES), ring, step, product, 1, CFG)
     acc = warpgroup_mma_wait(1, deps=(product,))
-    _release(ring, step + 1, 1, CFG)
+    release(ring, step + 1, 1, CFG)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(ring, step, 1, CFG)
+    release(ring, step, 1, CFG)
     return acc, SoftmaxState(m_log2, row_sum)
 
 
@@ -277,14 +271,14 @@ def _last_alone(
         product, p, state = _start_even(s, exchange, shared, score, seen, step, acc, state, CFG)
         _give_weights(weights, p, exchange.even_weights)
     else:
-        _await_half(ring, step, 1, CFG)
+        await_half(ring, step, 1, CFG)
         mbarrier.wait(exchange.even_state, pairs & 1)
         m_log2, rescale = _read_maximum(exchange.even_m, state.m_log2, CFG)
         state = SoftmaxState(m_log2, state.row_sum * rescale)
         mbarrier.wait(exchange.even_weights, pairs & 1)
-        product = _add_other(weights, ring, step, _rescaled(acc, rescale, CFG), 1, CFG)
+        product = add_other(weights, ring, step, rescaled(acc, rescale, CFG), 1, CFG)
     acc = warpgroup_mma_wait(0, deps=(product,))
-    _release(ring, step, GROUP, CFG)
+    release(ring, step, GROUP, CFG)
     return acc, state
 
 

@@ -73,6 +73,7 @@ class Sizes(NamedTuple):
     kv_len: Any
     num_tiles: Any
     most: Any
+    """The most entries of a list, and the blocks of a sequence; None for a kernel without lists."""
     num_blocks: Any
     limit_right: Any
     near_left: Any
@@ -98,6 +99,7 @@ class SparseShared(NamedTuple):
     k_ring: Any
     v_ring: Any
     notes: Any
+    """On the KV tiles in the stages: `Notes`, or `GatheredNotes` of single keys."""
     work: Any
     cu_seqlens: Any
     sizes: Any

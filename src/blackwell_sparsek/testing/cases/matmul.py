@@ -17,18 +17,17 @@ from ...matmul.plan import SpmmPlan
 from ...matmul.rows import BlockRows, SampledViews, Views
 from ...matmul.sm90.config import (
     NarrowSm90Config,
-    SddmmSm90Config,
     SpmmSm90Config,
     StripsConfig,
     WarpRowsConfig,
     narrow_stages_that_fit,
-    sddmm_stages_that_fit,
     stages_that_fit,
 )
 from ...matmul.sm90.layouts import in_fragments, launch_transpose
 from ...matmul.sm90.narrow import launch_spmm_narrow_sm90
 from ...matmul.sm90.row_pairs import PAIR_FIELDS, PairPlan
 from ...matmul.sm90.row_schedule import HEADER, TABLE_HEADER, RowSchedule, RowTable
+from ...matmul.sm90.sddmm_config import SddmmSm90Config, sddmm_stages_that_fit
 from ...matmul.sm90.sddmm_launch import SampledBlocks, launch_sddmm_sm90
 from ...matmul.sm90.sddmm_plan import TILE_FIELDS
 from ...matmul.sm90.spmm import _spmm_sm90_kernel

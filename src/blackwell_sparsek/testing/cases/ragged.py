@@ -10,8 +10,9 @@ from ...calls.attention import empty_lse, empty_out
 from ...calls.ragged import RaggedCall
 from ...masks.band import Band
 from ...ragged.order import _order_kernel
+from ...ragged.plan import _plan_kernel
 from ...ragged.sm90 import _attn_ragged_sm90_kernel, launch_attn_ragged_sm90
-from ...ragged.triton import _attn_ragged_kernel, _plan_kernel, launch_attn_ragged
+from ...ragged.triton import _attn_ragged_kernel, launch_attn_ragged
 from ...ragged.tuning import ragged_config, ragged_sm90_config
 from ..captured_launches import launched_case, meta
 from ..compile_cases import CompileCase, compile_cases

@@ -1,7 +1,15 @@
-"""Dtypes by name; needs no framework."""
+"""Sizes of arrays, names of dtypes, and how scales are shared; needs no framework."""
 
 from functools import cache
 from typing import Any
+
+# Channels of a token that share a scale in fp8.
+SCALE_CHANNELS = 128
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division of non-negative integers."""
+    return -(-a // b)
 
 
 @cache
