@@ -89,8 +89,23 @@ def compare_one(plan, method, given, upstream, sinks, expected, options):
     if own is not None:
         total = own.grad.clone()
         dist.all_reduce(total)
-        assert_within_budget(total, fp64[-1], plain[-1], roundings=ranks, what=f"{method} dsinks")
+        rounded = ranks * cancelled(fp64, upstream, sinks)
+        assert_within_budget(total, fp64[-1], plain[-1], roundings=rounded, what=f"{method} dsinks")
     return out, lse
+
+
+def cancelled(fp64, upstream, sinks):
+    """How much larger the terms of the gradient of a sink are than their sum over all queries.
+
+    A term is rounded by its own size, and plain PyTorch may have little error by luck in the few
+    sums of this test.
+    """
+    out, lse, *_, dsinks = fp64
+    dout, dlse = (x.double() for x in upstream)
+    delta = (out * dout).sum(-1) - dlse
+    terms = torch.exp(sinks.double()[:, None] - lse.double()) * delta
+    assert_within_budget(-terms.sum((0, 2)), dsinks, dsinks, roundings=terms.shape[-1])
+    return (terms.abs().sum((0, 2)).max() / dsinks.abs().max()).item()
 
 
 def zigzag(length, world, tile=16):
