@@ -38,6 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.gluon.cluster import cluster_barrier, cluster_exit_barrier, cluster_rank
+from ..device.gluon.latent_pairs import multiply_own_tiles_first, pair_exchange
 from ..device.gluon.partials import store_part
 from ..device.gluon.pipeline import barriers, take, tiles, work_channel
 from ..device.masks import kv_range, kv_range_of_all
@@ -61,6 +62,7 @@ from .sm90_latent_tiles import (
     Exchange,
     Handover,
     KeysOfSplit,
+    masked_tile,
     multiply_in_turns,
     multiply_own_first,
     row_states,
@@ -167,7 +169,13 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         if CFG.COMBINED and GROUP == 0:
             write_record(consume, split, begins, ends, heads.kv * q_tiles, program)
         mbarrier.wait(handover.queries, number & 1)
-        if CFG.PAIRED:
+        if CFG.EARLY_SCORES:
+            wrong = 0
+            step, pairs, acc, state = multiply_own_tiles_first(
+                q_smem, handover, shared, consume.score, seen, split.kv_tile,
+                split.kv_end - split.kv_tile, step, pairs, number, masked_tile, GROUP, CFG,
+            )  # fmt: skip
+        elif CFG.PAIRED:
             step, pairs, acc, state, wrong = multiply_own_first(
                 q_smem, handover, shared, consume.score, seen, split, step, pairs, GROUP, CFG
             )
@@ -176,7 +184,7 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
                 q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
             )
         sum_out = gl.convert_layout(state.row_sum, out_rows)
-        if CFG.scattered:
+        if CFG.scattered and not CFG.EARLY_SCORES:
             sum_out = gl.where(wrong != 0, float("nan"), sum_out)
         m_out = gl.convert_layout(state.m_log2, out_rows)
         work = HeadTile(split.sequence, split.kv_len, kv_head)
@@ -278,7 +286,9 @@ def _attn_decode_latent_kernel(
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     ring = _latent_ring(cache_desc, CFG)
-    if CFG.PAIRED:
+    if CFG.EARLY_SCORES:
+        handover = pair_exchange(p_smem, CFG)
+    elif CFG.PAIRED:
         handover = Exchange(
             *(p_smem, row_states(CFG), row_states(CFG)),
             *(barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0)),

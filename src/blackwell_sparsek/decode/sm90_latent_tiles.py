@@ -3,8 +3,8 @@
 
 Two consumers process the tiles of a split in pairs. Each computes the scores of every other tile
 and sums half of the columns of the values, so they pass weights and row states to each other.
-`multiply_in_turns` and `multiply_own_first` differ in how they do that; `sm90_latent.py` calls
-them.
+`multiply_in_turns` and `multiply_own_first` differ in how they do that, as does
+`multiply_own_tiles_first` of `device/gluon/latent_pairs.py`; `sm90_latent.py` calls them.
 
 No wait can miss its phase. A barrier tells a phase from the next one only, so nobody may wait for a
 half of a stage that can be released, copied again and full again before it looks:
@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..device.gluon.compat import EARLY_DESCRIPTORS, placed
 from ..device.gluon.latent import add_other, add_own, await_half, await_part, release, rescaled
+from ..device.gluon.latent_pairs import NotedScores
 from ..device.gluon.partials import columns_of
 from ..device.gluon.pipeline import drop_dead_values
 from ..device.records import SoftmaxState
@@ -96,15 +97,20 @@ class KeysOfSplit(NamedTuple):
 
 @gluon.jit
 def _await_tile(shared, step, kv_start, seen, CFG: gl.constexpr):
-    """Wait for a tile whose scores this consumer has; whether a page was out of range, and whether
-    some keys are not to be read.
+    """Wait for a tile whose scores this consumer has, and return what `_notes_of` does."""
+    parts: gl.constexpr = CFG.parts
+    for part in gl.static_range(parts):
+        await_part(shared.ring, step, part, CFG)
+    return _notes_of(shared, step, kv_start, seen, CFG)
+
+
+@gluon.jit
+def _notes_of(shared, step, kv_start, seen, CFG: gl.constexpr):
+    """Whether a page was out of range, and whether some keys of a tile are not to be read.
 
     The first result covers all tiles of the split so far.
     """
     stage = step % CFG.STAGES
-    parts: gl.constexpr = CFG.parts
-    for part in gl.static_range(parts):
-        await_part(shared.ring, step, part, CFG)
     wrong = step - step
     cut = (kv_start < seen.lo) | (kv_start + CFG.TILE_N > seen.hi)
     if CFG.scattered:
@@ -192,6 +198,18 @@ def _clear_unseen(shared, step, kv_start, seen, CFG: gl.constexpr):
     values: gl.constexpr = CFG.TILE_DV
     for first in gl.static_range(0, values, 64):
         drop_dead_values(v.slice(first, 64, dim=1), kv_start, positions, seen.lo, seen.hi)
+
+
+@gluon.jit
+def masked_tile(s, shared, step, tile, score, seen, CFG: gl.constexpr):
+    """The `NotedScores` of a tile; values that must not be read are cleared."""
+    kv_start = tile * CFG.TILE_N
+    wrong, cut = _notes_of(shared, step, kv_start, seen, CFG)
+    s = _mask_tile(s, shared, step, kv_start, seen, score, CFG)
+    if cut:
+        _clear_unseen(shared, step, kv_start, seen, CFG)
+    fence_async_shared()
+    return NotedScores(s, gl.where(wrong != 0, float("nan"), 0.0))
 
 
 @gluon.jit

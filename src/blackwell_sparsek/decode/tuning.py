@@ -343,14 +343,24 @@ class LatentConfig(CopiedKeys):
     CONSUMER_REGISTERS: int = 232
     COMBINED: bool = False
     PAIRED: bool = False
+    EARLY_SCORES: bool = False
+    """With PAIRED: start the scores of a pair behind the last product of the pair before
+    (`device/gluon/latent_pairs.py`). Attention to chosen keys gained 12 % from it; not yet timed
+    here."""
 
     def __post_init__(self) -> None:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
         assert self.rest == SLICE, f"{self.rest=}"
+        assert self.PAIRED or not self.EARLY_SCORES, f"{self=}"
 
     @property
     def GATHERED(self) -> bool:
         """Whether cp.async copies single keys; see `sparse_attention/sm90/latent.py`."""
+        return False
+
+    @property
+    def GATE(self) -> bool:
+        """Whether keys have factors; see `sparse_attention/sm90/latent.py`."""
         return False
 
     @property

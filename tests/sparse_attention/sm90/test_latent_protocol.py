@@ -1,8 +1,9 @@
 """The order of copies, weights and releases over latent keys, with roles that run at any speed.
 
-A model of `latent_producer._send_keys` and of the consumers, `latent_pairs.py`: two stages, whose
-halves have barriers of their own, and weights that each consumer hands to the other one. Every role
-is a generator that yields while it waits.
+A model of `latent_producer._send_keys` and of the consumers, `device/gluon/latent_pairs.py`: two
+stages, whose halves have barriers of their own, and weights that each consumer hands to the other
+one. Every role is a generator that yields while it waits. `tests/decode/test_latent_early.py` runs
+two such programs that share their copies.
 """
 
 import random
@@ -24,6 +25,8 @@ class Program:
 
     def __init__(self, work, awaited=None):
         self.work, self.awaited = work, awaited
+        # the programs that copies of this one go to, and the first thread of its producer
+        self.shared, self.first_thread = [self], 0
         # the notes are one more arrival at the first part
         counts = [COPIERS + (part == 0) for _ in range(STAGES) for part in range(PARTS)]
         self.full = [Barrier(count) for count in counts]
@@ -66,15 +69,16 @@ class Program:
                     now, tile = step + odd, (query, even + odd)
                     place = now % STAGES * PARTS + part
                     yield from wait(self.empty[place], (now // STAGES & 1) ^ 1)
-                    if part == 0 and thread == 0:
+                    if part == 0 and thread == self.first_thread:
                         self.notes[now % STAGES] = tile
                         self.full[place].arrive()
-                    if part == PARTS - 1:
-                        # the last columns, where weights were
-                        self.even_p[now % STAGES] = None
-                    yield
-                    self.held[place][thread] = tile
-                    self.full[place].arrive()
+                    for program in self.shared:
+                        if part == PARTS - 1:
+                            # the last columns, where weights were
+                            program.even_p[now % STAGES] = None
+                        yield
+                        program.held[place][thread] = tile
+                        program.full[place].arrive()
                 step += min(tiles - even, 2)
 
     def score_parts(self, step, tile, parts):
@@ -99,7 +103,8 @@ class Program:
         self.added[group].append(tile)
 
     def release(self, step, group):
-        self.empty[step % STAGES * PARTS + group].arrive()
+        for program in self.shared:
+            program.empty[step % STAGES * PARTS + group].arrive()
 
     def give_even(self, step, tile):
         self.even_p[step % STAGES] = tile
@@ -198,17 +203,22 @@ def wait(barrier, phase):
 def run(program, rng):
     """Whether all roles end, with turns in random order while one role or none stands still."""
     roles = [*map(program.copy, range(COPIERS)), *map(program.consume, range(2))]
+    return run_roles(roles, [program], rng)
+
+
+def run_roles(roles, programs, rng):
+    """The same for roles of several programs."""
     idle, still = 0, None
     while roles and idle < 2000:
         if rng.random() < 0.05:
             still = rng.choice([None, *roles])
         role = rng.choice([x for x in roles if x is not still] or roles)
-        before = progress(program)
+        before = [*map(progress, programs)]
         try:
             next(role)
         except StopIteration:
             roles.remove(role)
-        idle = idle + 1 if progress(program) == before else 0
+        idle = idle + 1 if [*map(progress, programs)] == before else 0
     return not roles
 
 

@@ -4,7 +4,7 @@
 Two consumers have half of the columns of the values each. The halves of a stage have barriers of
 their own, so that one is copied while the other is still in use. Decoding over a latent cache
 (`decode/sm90_latent_tiles.py`) and attention to chosen latent keys
-(`sparse_attention/sm90/latent_pairs.py`) share this part of their arithmetic; CFG is a
+(`sparse_attention/sm90/latent.py`) share this part of their arithmetic; CFG is a
 `decode.tuning.LatentConfig`.
 """
 

@@ -8,8 +8,8 @@ roles are
 
 - a producer warp group (`latent_producer.py`), which gathers the keys near a query and those that
   it chose, 64 at a time;
-- two consumers (`latent_pairs.py`), which share the scores of these tiles and have half of the
-  columns of the values each.
+- two consumers (`device/gluon/latent_pairs.py`), which share the scores of these tiles and have
+  half of the columns of the values each.
 
 Called as impl "sm90" of `bsk::sparse_attn_fwd`. Limits: fp16 and bf16, D 576 and Dv 512, values a
 view of the first columns of the keys, strides and addresses in steps of 16 bytes.
@@ -29,10 +29,11 @@ from ...core.arch import arch_of
 from ...core.compat import hopper_options
 from ...decode.sm90_latent import LatentQueries
 from ...decode.sm90_producer import KVRing
+from ...device.gluon.latent_pairs import NotedScores, multiply_own_tiles_first, pair_exchange
 from ...device.gluon.partials import columns_of, rows_of
 from ...device.gluon.pipeline import take, tile_memory, work_channel
 from ...device.records import CuSeqlens, Strides
-from ...device.scores import fold_sign
+from ...device.scores import cap, fold_sign
 from ...device.softmax import add_sink, finalise
 from ...launch.launcher import launch, on_device_of
 from ..triton.walk import (
@@ -47,7 +48,6 @@ from . import forward as walked
 from . import gathered
 from .forward_tiles import ForwardConsumer, RowPointers
 from .gathered_tuning import is_gathered
-from .latent_pairs import multiply_own_tiles_first, pair_exchange
 from .latent_producer import (
     WORK_FIELDS,
     LatentNotes,
@@ -124,6 +124,24 @@ def _write(consume, shared, work, place, state, acc, GROUP: gl.constexpr, CFG: g
 
 
 @gluon.jit
+def _noted(s, shared, step, tile, score, seen, CFG: gl.constexpr):
+    """The `NotedScores` of a tile: capped, and -inf for keys that do not count.
+
+    The notes of a tile are a factor for each key, 0 for keys that do not count, and a flag: 0 if
+    all of them count, 2 if a number was out of range, which makes the sums NaN.
+    """
+    s = cap(s, score.inverse_cap)
+    stage = step % CFG.STAGES
+    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    flag = gl.max(shared.notes.flags.index(stage).load(group), 0)
+    if flag != 0:
+        factors = shared.notes.factors.index(stage)
+        counted = factors.load(gl.SliceLayout(0, CFG.scores_layout())) > 0.0
+        s = gl.where(counted[None, :], s, -float("inf"))
+    return NotedScores(s, gl.where(flag == 2, float("nan"), 0.0))
+
+
+@gluon.jit
 def _consume(consume, shared, exchange, GROUP: gl.constexpr, CFG: gl.constexpr):
     """Role of a consumer: attend with the heads of each query, for half of the columns."""
     half: gl.constexpr = CFG.half
@@ -145,8 +163,8 @@ def _consume(consume, shared, exchange, GROUP: gl.constexpr, CFG: gl.constexpr):
         mbarrier.wait(exchange.queries, slot & 1)
         seen = GatheredKeys(factor)
         step, pairs, acc, state = multiply_own_tiles_first(
-            q_smem, exchange, shared, consume.score, seen, work.tiles, step, pairs, slot, GROUP,
-            CFG,
+            q_smem, exchange, shared, consume.score, seen, 0, work.tiles, step, pairs, slot, _noted,
+            GROUP, CFG,
         )  # fmt: skip
         _write(consume, shared, work, own, state, acc, GROUP, CFG)
         slot += 1

@@ -50,7 +50,7 @@ WORK_FIELDS = gl.constexpr(len(LatentWork._fields))
 
 
 class LatentNotes(NamedTuple):
-    """Notes on the keys in the stages, see `latent_pairs._noted`."""
+    """Notes on the keys in the stages, see `latent._noted`."""
 
     factors: Any
     flags: Any

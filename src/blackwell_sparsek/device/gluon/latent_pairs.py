@@ -28,12 +28,14 @@ what they waited for and completed the products that they waited for.
 No wait misses its phase. A consumer waits for every phase of the barriers that the other one
 arrives at, and the other cannot arrive twice before: `even_state` needs `odd_weights` of the pair
 before, or `queries` after a last tile without a partner; `odd_state` needs `even_state`. The halves
-of a stage are those of `decode.sm90_latent_tiles`: who has the scores waits for both, the other for
+of a stage are those of `latent`: who has the scores waits for both, the other for
 its own. The first consumer waits for the halves of the next even tile before it releases its half
 of the odd one. Copies of the even tile come before that half in the order of the producer, and no
 release that they need comes from this consumer, so they arrive.
 
-`tests/sparse_attention/sm90/test_latent_protocol.py` runs this order at any speed of the roles.
+Decoding over a latent cache and attention to chosen latent keys use this order; they differ in how
+they mask scores. `tests/sparse_attention/sm90/test_latent_protocol.py` runs it at any speed of the
+roles.
 """
 
 from typing import Any, NamedTuple
@@ -47,12 +49,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.gluon.compat import EARLY_DESCRIPTORS, placed
-from ...device.gluon.latent import add_other, add_own, await_half, release, rescaled
-from ...device.gluon.pipeline import barriers
-from ...device.records import SoftmaxState
-from ...device.scores import cap
-from ...device.softmax import init_state, raise_maximum, weigh_below
+from ..records import SoftmaxState
+from ..softmax import init_state, raise_maximum, weigh_below
+from .compat import EARLY_DESCRIPTORS, placed
+from .latent import add_other, add_own, await_half, release, rescaled
+from .pipeline import barriers
 
 
 class PairExchange(NamedTuple):
@@ -76,10 +77,11 @@ class PairExchange(NamedTuple):
 
 
 class NotedScores(NamedTuple):
-    """Scores by the notes on their keys, and what the flag of the tile adds to sums."""
+    """Scores of a tile that are capped and masked, and what is added to the sums of its rows."""
 
     s: Any
     wrong: Any
+    """NaN if a number of the tile was out of range, else 0."""
 
 
 @gluon.jit
@@ -139,24 +141,6 @@ def _scores(queries, ring, step, FIRST: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _noted(s, shared, step, score, CFG: gl.constexpr):
-    """The `NotedScores` of a tile: capped, and -inf for keys that do not count.
-
-    The notes of a tile are a factor for each key, 0 for keys that do not count, and a flag: 0 if
-    all of them count, 2 if a number was out of range, which makes the sums NaN.
-    """
-    s = cap(s, score.inverse_cap)
-    stage = step % CFG.STAGES
-    group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    flag = gl.max(shared.notes.flags.index(stage).load(group), 0)
-    if flag != 0:
-        factors = shared.notes.factors.index(stage)
-        counted = factors.load(gl.SliceLayout(0, CFG.scores_layout())) > 0.0
-        s = gl.where(counted[None, :], s, -float("inf"))
-    return NotedScores(s, gl.where(flag == 2, float("nan"), 0.0))
-
-
-@gluon.jit
 def _weigh(m_log2, top, s, shared, step, seen, CFG: gl.constexpr):
     """New maxima, weights and the factor of older sums, for noted scores whose maxima are `top`."""
     m_log2, p, rescale = weigh_below(m_log2, top, s, seen.factor)
@@ -183,9 +167,11 @@ def _give_weights(place, p, bar):
 
 
 @gluon.jit
-def _start_even(s, exchange, shared, score, seen, step, acc, state, CFG: gl.constexpr):
+def _start_even(
+    s, exchange, shared, score, seen, tile, step, acc, state, NOTED: gl.constexpr, CFG: gl.constexpr
+):
     """Weigh an even tile and start its product: product, weights, `SoftmaxState`."""
-    s, wrong = _noted(s, shared, step, score, CFG)
+    s, wrong = NOTED(s, shared, step, tile, score, seen, CFG)
     m_log2, p, rescale = _weigh(state.m_log2, gl.max(s, 1), s, shared, step, seen, CFG)
     exchange.even_m.store(m_log2)
     mbarrier.arrive(exchange.even_state, count=1)
@@ -196,15 +182,17 @@ def _start_even(s, exchange, shared, score, seen, step, acc, state, CFG: gl.cons
 
 @gluon.jit
 def _even_of_pair(
-    s, queries, exchange, shared, score, seen, step, odds, acc, state, MORE: gl.constexpr,
-    CFG: gl.constexpr,
+    s, queries, exchange, shared, score, seen, tile, step, odds, acc, state, NOTED: gl.constexpr,
+    MORE: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """The first consumer's part of a pair; MORE: also the scores of the next even tile.
 
     They start behind the last product, so that WGMMA has work while this consumer releases a stage.
     """
     ring = shared.ring
-    product, p, state = _start_even(s, exchange, shared, score, seen, step, acc, state, CFG)
+    product, p, state = _start_even(
+        s, exchange, shared, score, seen, tile, step, acc, state, NOTED, CFG
+    )
     acc = warpgroup_mma_wait(0, deps=(product,))
     release(ring, step, 0, CFG)
     mbarrier.wait(exchange.odd_state, odds & 1)
@@ -232,13 +220,14 @@ def _even_of_pair(
 
 @gluon.jit
 def _odd_of_pair(
-    queries, exchange, shared, score, seen, step, pairs, odds, acc, state, CFG: gl.constexpr
-):
+    queries, exchange, shared, score, seen, tile, step, pairs, odds, acc, state,
+    NOTED: gl.constexpr, CFG: gl.constexpr,
+):  # fmt: skip
     """The second consumer's part of a pair."""
     ring = shared.ring
     # of an odd tile, the last columns are copied first
     s = _scores(queries, ring, step + 1, 1, CFG)
-    s, wrong = _noted(s, shared, step + 1, score, CFG)
+    s, wrong = NOTED(s, shared, step + 1, tile + 1, score, seen, CFG)
     top = gl.max(s, 1)
     mbarrier.wait(exchange.even_state, pairs & 1)
     even_m, even_rescale = _read_maximum(exchange.even_m, state.m_log2, CFG)
@@ -261,14 +250,16 @@ def _odd_of_pair(
 
 @gluon.jit
 def _last_alone(
-    s, exchange, shared, score, seen, step, pairs, acc, state, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
+    s, exchange, shared, score, seen, tile, step, pairs, acc, state, NOTED: gl.constexpr,
+    GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """Either consumer's part of an even tile without an odd one."""
     ring = shared.ring
     weights = ring.k.index(step % CFG.STAGES)
     if GROUP == 0:
-        product, p, state = _start_even(s, exchange, shared, score, seen, step, acc, state, CFG)
+        product, p, state = _start_even(
+            s, exchange, shared, score, seen, tile, step, acc, state, NOTED, CFG
+        )
         _give_weights(weights, p, exchange.even_weights)
     else:
         await_half(ring, step, 1, CFG)
@@ -297,12 +288,13 @@ def _join_sums(exchange, state, slot, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def multiply_own_tiles_first(
-    queries, exchange, shared, score, seen, tiles, step, pairs, slot, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
+    queries, exchange, shared, score, seen, tile, tiles, step, pairs, slot, NOTED: gl.constexpr,
+    GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
-    """Process the tiles of a query in pairs: the next step, even tiles so far, sums, state.
+    """Process the `tiles` from `tile` on in pairs: the next step, even tiles so far, sums, state.
 
-    `pairs` counts even tiles so far, so `step - pairs` counts odd ones; `slot` counts queries.
+    `pairs` counts even tiles so far, so `step - pairs` counts odd ones; `slot` counts calls. NOTED
+    is a function (s, shared, step, tile, score, seen, CFG) that makes the `NotedScores` of a tile.
     """
     rows: gl.constexpr = CFG.ROWS
     half: gl.constexpr = CFG.half
@@ -310,6 +302,7 @@ def multiply_own_tiles_first(
     state = SoftmaxState(*init_state(gl.arange(0, rows, score_rows)))
     acc = gl.zeros([rows, half], gl.float32, CFG.accumulator_layout())
     end = step + tiles
+    ahead = tile - step
     s = _no_scores(CFG)
     if GROUP == 0:
         if tiles > 0:
@@ -317,29 +310,31 @@ def multiply_own_tiles_first(
         # the last even tile follows, with an odd one or without
         for _pair in range((tiles - 1) // 2):
             s, acc, state = _even_of_pair(
-                s, queries, exchange, shared, score, seen, step, step - pairs, acc, state, True,
-                CFG,
+                s, queries, exchange, shared, score, seen, ahead + step, step, step - pairs, acc,
+                state, NOTED, True, CFG,
             )  # fmt: skip
             step += 2
             pairs += 1
         if step + 1 < end:
             _, acc, state = _even_of_pair(
-                s, queries, exchange, shared, score, seen, step, step - pairs, acc, state, False,
-                CFG,
+                s, queries, exchange, shared, score, seen, ahead + step, step, step - pairs, acc,
+                state, NOTED, False, CFG,
             )  # fmt: skip
             step += 2
             pairs += 1
     else:
         for _pair in range(tiles // 2):
             acc, state = _odd_of_pair(
-                queries, exchange, shared, score, seen, step, pairs, step - pairs, acc, state, CFG
-            )
+                queries, exchange, shared, score, seen, ahead + step, step, pairs, step - pairs,
+                acc, state, NOTED, CFG,
+            )  # fmt: skip
             step += 2
             pairs += 1
     if step < end:
         acc, state = _last_alone(
-            s, exchange, shared, score, seen, step, pairs, acc, state, GROUP, CFG
-        )
+            s, exchange, shared, score, seen, ahead + step, step, pairs, acc, state, NOTED, GROUP,
+            CFG,
+        )  # fmt: skip
         step += 1
         pairs += 1
     return step, pairs, acc, _join_sums(exchange, state, slot, GROUP, CFG)
