@@ -24,6 +24,8 @@ def interrupted(folder, *command):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
+        # tests that run in the background inherit that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)

@@ -5,13 +5,16 @@ without waiting for it. A mask that the user gives is walked whole.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...calls.attention import AttentionCall
 from ...calls.gated_attention import GatedCall, KeyGate
-from ...device.gates import KeyGates
 from ...masks.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from ...device.gates import KeyGates
 
 # Queries and keys of the blocks that are left out: no tile is higher, few are wider.
 BLOCK = (128, 64)
@@ -44,8 +47,11 @@ def with_live_blocks(call: GatedCall) -> AttentionCall:
     return replace(given, spec=given.spec._replace(block_mask=live_blocks(call)))
 
 
-def key_gates(gate: KeyGate, heads_per_gate: int) -> KeyGates:
+def key_gates(gate: KeyGate, heads_per_gate: int) -> "KeyGates":
     """Pointers and strides of a gate, as kernels take them."""
+    # imported late: live blocks are found without Triton
+    from ...device.gates import KeyGates
+
     u, tau = gate
     return KeyGates(u, tau, *_row_strides(u), *_row_strides(tau), heads_per_gate)
 
