@@ -81,4 +81,4 @@ def test_runs_from_the_command_line():
         env=environment,
         timeout=300,
     )
-    assert result.stdout.startswith("step 0: ")
+    assert result.stdout.startswith("step  0: ")

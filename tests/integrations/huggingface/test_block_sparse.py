@@ -1,6 +1,5 @@
 """Sparse attention by configuration, against dense attention with the mask written out."""
 
-import copy
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.integrations.huggingface.attention import attention_forward
-from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -46,16 +44,15 @@ def visible(sparse, sq, sk):
 
 @pytest.mark.parametrize("kind", FIXED)
 def test_prompt(kind, make_model, long_ids):
-    model, sparse = make_model(), FIXED[kind]
+    """In fp64: large weights multiply what the first layer rounds, by luck more or less."""
+    model, sparse = make_model().double(), FIXED[kind]
     model.set_attn_implementation(register(sparse, name="sparse"))
     ours = model(long_ids).logits
     model.set_attn_implementation("sdpa")
     mask = visible(sparse, LENGTH, LENGTH)[None, None]
     assert not mask.equal(torch.ones_like(mask).tril())
-    mask = mask.expand(2, -1, -1, -1)
-    theirs = model(long_ids, attention_mask=mask).logits
-    exact = copy.deepcopy(model).double()(long_ids, attention_mask=mask).logits
-    assert_within_budget(ours, exact, theirs)
+    theirs = model(long_ids, attention_mask=mask.expand(2, -1, -1, -1)).logits
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", FIXED)
