@@ -1,6 +1,5 @@
 """Sparse attention by configuration, against dense attention with the mask written out."""
 
-
 import pytest
 import torch
 
