@@ -68,8 +68,11 @@ def check(tensors, visible, options, formula=None):
 
     with np.errstate(all="ignore"):
         exact, plain = formulas(oracle.as64), formulas(oracle.as32)
-    for found, right, theirs in zip(ours(*inputs), exact, plain, strict=False):
-        oracle.within_budget(found, right, theirs)
+    for i, (found, right, theirs) in enumerate(zip(ours(*inputs), exact, plain, strict=False)):
+        # after out and lse come gradients: base-2 exponents round once more than the formula does,
+        # which is the whole error in fp32 (as in `testing.attention_gradients`)
+        gradient = i >= 2 and found.dtype == np.float32
+        oracle.within_budget(found, right, theirs, factor=3 if gradient else 2)
 
 
 @pytest.mark.parametrize(
