@@ -30,9 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_wait
 
 from ..attention.sm90.forward import (
-    Queries,
     SplitTail,
-    TileBounds,
     attend_first_tile,
     attend_last_values,
     attend_tile,
@@ -42,6 +40,7 @@ from ..attention.sm90.forward import (
 )
 from ..attention.sm90.forward_plan import tma_strides
 from ..attention.sm90.forward_producer import TailPart, Visit, count_tiles, dense_tile
+from ..attention.sm90.forward_scores import Queries, TileBounds
 from ..attention.sm90.forward_stages import KvStages, zero_outputs
 from ..calls.ragged import RaggedCall
 from ..core.compat import hopper_options

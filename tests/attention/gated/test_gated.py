@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.gated import eager, op
-from blackwell_sparsek.attention.gated import triton as kernels
+from blackwell_sparsek.attention.gated.live_blocks import live_blocks
 from blackwell_sparsek.attention.gated.op import backward_dispatch, forward_dispatch
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.testing import inputs, layouts
@@ -187,7 +187,7 @@ def test_the_kernel_walks_only_blocks_that_have_a_weight(device):
     # scores rise, so that old keys fall behind
     tensors["u"] = torch.linspace(0, 200, 256, device=device).expand(1, 1, -1).contiguous()
     tensors["tau"] = bsk.sparsek_causal(tensors["u"], 4.0)
-    mask = kernels.live_blocks(problems.call_of(tensors, options))
+    mask = live_blocks(problems.call_of(tensors, options))
     assert mask.block_size == (128, 64)
     assert torch.equal(mask.forward.indices.cpu(), torch.tensor([0, 1, 2, 3, 1, 2, 3]).int())
     problems.check_forward(tensors, options, "triton")

@@ -50,7 +50,6 @@ from .backward_shared import (
     resident_keys,
     step_infos,
 )
-from .forward import visible_keys
 from .forward_producer import (
     DENSE_FIELDS,
     ForwardShared,
@@ -62,6 +61,7 @@ from .forward_producer import (
     take_work_tile,
     tile_starts,
 )
+from .forward_scores import visible_keys
 
 # dk and dv
 

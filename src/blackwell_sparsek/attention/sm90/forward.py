@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...device.gates import GateRow, gate_row, gate_weights, load_gate_terms
+from ...device.gates import GateRow, gate_row, load_gate_terms
 from ...device.gluon.compat import async_store, thread_barrier
 from ...device.gluon.partials import columns_of, rows_of, store_part_slices
 from ...device.gluon.pipeline import (
@@ -51,14 +51,13 @@ from ...device.gluon.pipeline import (
 from ...device.gluon.row_parts import (
     add_parts,
     any_raised,
-    keep_columns,
     pin_above,
     row_maxima,
     row_parts,
     scale_rows,
 )
 from ...device.gluon.warps import shared_address
-from ...device.masks import bit_visible, exists, position, row_bounds, within_bounds
+from ...device.masks import exists, position, row_bounds
 from ...device.partials import is_last, part_slot
 from ...device.records import Band, Heads, Lengths, Mask, SoftmaxState
 from ...device.schedule import batch_and_heads, lse_offset
@@ -73,13 +72,7 @@ from ...device.softmax import (
     softmax_step,
     weights_of,
 )
-from ...device.visits import (
-    bits_of_tile,
-    keys_of_tile,
-    masked_block,
-    num_masked_blocks,
-    tile_ordinal,
-)
+from ...device.visits import num_masked_blocks
 from ...launch.descriptors import GROUP_ROWS
 from .forward_producer import (
     DENSE_FIELDS,
@@ -96,8 +89,17 @@ from .forward_producer import (
     produce_scheduled,
     produce_tiles,
     take_work_tile,
-    tile_starts,
     tile_tokens,
+)
+from .forward_scores import (
+    Alibi,
+    Queries,
+    TileBounds,
+    add_key_terms,
+    fetch_gates,
+    gated,
+    mask_band,
+    mask_scores,
 )
 from .forward_stages import (
     EMPTY_K,
@@ -150,153 +152,6 @@ class SplitTail(NamedTuple):
 
     parts: Any
     counters: Any
-
-
-class TileBounds(NamedTuple):
-    """Keys that a consumer's queries see: bounds of each row, and what every one of them sees."""
-
-    first: Any
-    last: Any
-    every_first: Any
-    every_last: Any
-
-
-class Queries(NamedTuple):
-    """What a consumer keeps of a work tile while it goes through the KV tiles."""
-
-    q: Any
-    """Slices, in shared memory or as operands from registers."""
-    visit: Any
-    masked_tiles: Any
-    q_index: Any
-    q_start: Any
-    bounds: Any
-    score: Any
-    seen: Any
-    """The keys `[lo, hi)` that some query sees, if the values beside them may be anything; else
-    None."""
-    alibi: Any
-    """`Alibi`, or None."""
-    gate: Any
-    """A `GateRow`: where the scores of keys are, and the thresholds of the queries; or None."""
-    u_tile: Any
-    """Shared memory for the scores of a tile of keys; or None."""
-
-
-class Alibi(NamedTuple):
-    """Positions of queries in fp32, and the slope of their head in units of raw scores."""
-
-    q_pos: Any
-    slope: Any
-
-
-# What ALiBi and gates add to the scores of a KV tile.
-
-
-@gluon.jit
-def of_keys(firsts, columns, CFG: gl.constexpr):
-    """Counted up along the keys of a tile, from the first key of each copy that fills it."""
-    part_rows: gl.constexpr = CFG.part_rows
-    counted = firsts[0] + columns
-    for part in gl.static_range(1, len(firsts)):
-        first: gl.constexpr = part * part_rows
-        counted = gl.where(columns >= first, firsts[part] + (columns - first), counted)
-    return counted
-
-
-@gluon.jit
-def fetch_gates(queries, kv_tile, CFG: gl.constexpr):
-    """Put the gate's scores of the keys of a tile into shared memory, while its products run."""
-    if queries.gate is not None:
-        tile_n: gl.constexpr = CFG.TILE_N
-        columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
-        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
-        u = load_gate_terms(queries.gate.u, kv_pos, queries.visit.kv_len, -float("inf"))
-        queries.u_tile.store(u)
-
-
-@gluon.jit
-def gate_scores(queries, CFG: gl.constexpr):
-    """The gate's scores of the keys of a tile, where `fetch_gates` has put them."""
-    return queries.u_tile.load(gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))[None, :]
-
-
-@gluon.jit
-def add_key_terms(s, queries, kv_tile, CFG: gl.constexpr):
-    """Scores less slopes times distances, and -inf where a gate gives a key no weight."""
-    if queries.alibi is not None:
-        tile_n: gl.constexpr = CFG.TILE_N
-        columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
-        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
-        distance = gl.abs(queries.alibi.q_pos[:, None] - kv_pos.to(gl.float32)[None, :])
-        s = s - queries.alibi.slope * distance
-    if queries.gate is not None:
-        hidden = gate_scores(queries, CFG) <= queries.gate.tau[:, None]
-        s = gl.where(hidden, -float("inf"), s)
-    return s
-
-
-@gluon.jit
-def gated(weights, queries, CFG: gl.constexpr):
-    """Weights of a tile, times those that gates give its keys.
-
-    The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
-    """
-    if queries.gate is not None:
-        weights = weights * gate_weights(gate_scores(queries, CFG), queries.gate.tau[:, None])
-    return weights
-
-
-# Masking the scores of a KV tile.
-
-
-@gluon.jit
-def mask_band(s, kv_start, bounds):
-    """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
-    width: gl.constexpr = s.shape[1]
-    # what cuts the queries of other consumers may leave these alone
-    if (kv_start + (width - 1) > bounds.every_last) | (kv_start < bounds.every_first):
-        s = keep_columns(s, bounds.first - kv_start, bounds.last - kv_start)
-    return s
-
-
-@gluon.jit
-def visible_keys(
-    visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr, KEYS: gl.constexpr = None,
-    START: gl.constexpr = 0,
-):  # fmt: skip
-    """Which keys of a tile of mask blocks each query sees; of KEYS of these, from START on."""
-    lists = visit.lists
-    tile_n: gl.constexpr = CFG.TILE_N
-    keys: gl.constexpr = CFG.TILE_N if KEYS is None else KEYS
-    block_kv: gl.constexpr = CFG.BLOCK_KV
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(keys))
-    offs_n = START + gl.arange(0, keys, columns)
-    ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, tile_n, block_kv)
-    entry = masked_block(visit.plan, ordinal)
-    kv_pos = keys_of_tile(
-        lists, entry, ordinal, visit.num_masked, kv_in_block, visit.kv_len, tile_n, block_kv
-    )
-    visible = within_bounds(kv_pos[None, :], bounds.first[:, None], bounds.last[:, None])
-    q_in_block = q_index - q_start // lists.row_tokens * lists.row_tokens
-    words = bits_of_tile(
-        lists, entry, ordinal, visit.num_masked, q_in_block, kv_in_block, tile_n, block_kv
-    )
-    return visible & bit_visible(words, kv_in_block[None, :])
-
-
-@gluon.jit
-def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0):
-    """Scores of the keys of a masked tile from START on, -inf where a query does not see one."""
-    visit, bounds = queries.visit, queries.bounds
-    if visit.lists is None:
-        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)
-    else:
-        visible = visible_keys(
-            *(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG), s.shape[1], START
-        )
-        s = gl.where(visible, s, -float("inf"))
-    return s
 
 
 # One KV tile: its scores, together with the product of the tile before.

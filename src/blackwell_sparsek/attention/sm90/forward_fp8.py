@@ -47,7 +47,6 @@ from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxStat
 from ...device.schedule import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
 from ...device.visits import num_masked_blocks
-from .forward import Queries, TileBounds, mask_scores
 from .forward_fp8_halves import TileScales, attend_halves
 from .forward_fp8_parts import (
     SCALE_TOKENS,
@@ -72,6 +71,7 @@ from .forward_producer import (
     produce_tiles,
     take_work_tile,
 )
+from .forward_scores import Queries, TileBounds, mask_scores
 from .forward_stages import (
     EMPTY_K,
     EMPTY_V,

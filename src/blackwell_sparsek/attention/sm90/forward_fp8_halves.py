@@ -38,7 +38,6 @@ from ...device.gluon.row_parts import (
 )
 from ...device.records import SoftmaxState
 from ...device.softmax import raise_maximum, weights_below
-from .forward import mask_scores
 from .forward_fp8_parts import (
     cap_scaled,
     exponent_factor,
@@ -47,6 +46,7 @@ from .forward_fp8_parts import (
     weight_operand,
 )
 from .forward_producer import needs_mask
+from .forward_scores import mask_scores
 from .forward_stages import (
     EMPTY_K,
     EMPTY_V,

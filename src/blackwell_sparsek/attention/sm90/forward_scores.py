@@ -1,0 +1,164 @@
+# mypy: ignore-errors
+"""Scores of a KV tile in the Hopper forward: ALiBi, gates of keys, and masks.
+
+`Queries` is what a consumer keeps of a work tile. Scores pass `add_key_terms` and, in tiles that
+need mask code, `mask_scores`; weights of the softmax pass `gated`.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.gates import gate_weights, load_gate_terms
+from ...device.gluon.row_parts import keep_columns
+from ...device.masks import bit_visible, within_bounds
+from ...device.visits import bits_of_tile, keys_of_tile, masked_block, tile_ordinal
+from .forward_producer import dense_tile, tile_starts
+
+
+class TileBounds(NamedTuple):
+    """Keys that a consumer's queries see: bounds of each row, and what every one of them sees."""
+
+    first: Any
+    last: Any
+    every_first: Any
+    every_last: Any
+
+
+class Queries(NamedTuple):
+    """What a consumer keeps of a work tile while it goes through the KV tiles."""
+
+    q: Any
+    """Slices, in shared memory or as operands from registers."""
+    visit: Any
+    masked_tiles: Any
+    q_index: Any
+    q_start: Any
+    bounds: Any
+    score: Any
+    seen: Any
+    """The keys `[lo, hi)` that some query sees, if the values beside them may be anything; else
+    None."""
+    alibi: Any
+    """`Alibi`, or None."""
+    gate: Any
+    """A `GateRow`: where the scores of keys are, and the thresholds of the queries; or None."""
+    u_tile: Any
+    """Shared memory for the scores of a tile of keys; or None."""
+
+
+class Alibi(NamedTuple):
+    """Positions of queries in fp32, and the slope of their head in units of raw scores."""
+
+    q_pos: Any
+    slope: Any
+
+
+# What ALiBi and gates add to the scores of a KV tile.
+
+
+@gluon.jit
+def of_keys(firsts, columns, CFG: gl.constexpr):
+    """Counted up along the keys of a tile, from the first key of each copy that fills it."""
+    part_rows: gl.constexpr = CFG.part_rows
+    counted = firsts[0] + columns
+    for part in gl.static_range(1, len(firsts)):
+        first: gl.constexpr = part * part_rows
+        counted = gl.where(columns >= first, firsts[part] + (columns - first), counted)
+    return counted
+
+
+@gluon.jit
+def fetch_gates(queries, kv_tile, CFG: gl.constexpr):
+    """Put the gate's scores of the keys of a tile into shared memory, while its products run."""
+    if queries.gate is not None:
+        tile_n: gl.constexpr = CFG.TILE_N
+        columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
+        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
+        u = load_gate_terms(queries.gate.u, kv_pos, queries.visit.kv_len, -float("inf"))
+        queries.u_tile.store(u)
+
+
+@gluon.jit
+def gate_scores(queries, CFG: gl.constexpr):
+    """The gate's scores of the keys of a tile, where `fetch_gates` has put them."""
+    return queries.u_tile.load(gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))[None, :]
+
+
+@gluon.jit
+def add_key_terms(s, queries, kv_tile, CFG: gl.constexpr):
+    """Scores less slopes times distances, and -inf where a gate gives a key no weight."""
+    if queries.alibi is not None:
+        tile_n: gl.constexpr = CFG.TILE_N
+        columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
+        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
+        distance = gl.abs(queries.alibi.q_pos[:, None] - kv_pos.to(gl.float32)[None, :])
+        s = s - queries.alibi.slope * distance
+    if queries.gate is not None:
+        hidden = gate_scores(queries, CFG) <= queries.gate.tau[:, None]
+        s = gl.where(hidden, -float("inf"), s)
+    return s
+
+
+@gluon.jit
+def gated(weights, queries, CFG: gl.constexpr):
+    """Weights of a tile, times those that gates give its keys.
+
+    The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
+    """
+    if queries.gate is not None:
+        weights = weights * gate_weights(gate_scores(queries, CFG), queries.gate.tau[:, None])
+    return weights
+
+
+# Masking the scores of a KV tile.
+
+
+@gluon.jit
+def mask_band(s, kv_start, bounds):
+    """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
+    width: gl.constexpr = s.shape[1]
+    # what cuts the queries of other consumers may leave these alone
+    if (kv_start + (width - 1) > bounds.every_last) | (kv_start < bounds.every_first):
+        s = keep_columns(s, bounds.first - kv_start, bounds.last - kv_start)
+    return s
+
+
+@gluon.jit
+def visible_keys(
+    visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr, KEYS: gl.constexpr = None,
+    START: gl.constexpr = 0,
+):  # fmt: skip
+    """Which keys of a tile of mask blocks each query sees; of KEYS of these, from START on."""
+    lists = visit.lists
+    tile_n: gl.constexpr = CFG.TILE_N
+    keys: gl.constexpr = CFG.TILE_N if KEYS is None else KEYS
+    block_kv: gl.constexpr = CFG.BLOCK_KV
+    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(keys))
+    offs_n = START + gl.arange(0, keys, columns)
+    ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, tile_n, block_kv)
+    entry = masked_block(visit.plan, ordinal)
+    kv_pos = keys_of_tile(
+        lists, entry, ordinal, visit.num_masked, kv_in_block, visit.kv_len, tile_n, block_kv
+    )
+    visible = within_bounds(kv_pos[None, :], bounds.first[:, None], bounds.last[:, None])
+    q_in_block = q_index - q_start // lists.row_tokens * lists.row_tokens
+    words = bits_of_tile(
+        lists, entry, ordinal, visit.num_masked, q_in_block, kv_in_block, tile_n, block_kv
+    )
+    return visible & bit_visible(words, kv_in_block[None, :])
+
+
+@gluon.jit
+def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0):
+    """Scores of the keys of a masked tile from START on, -inf where a query does not see one."""
+    visit, bounds = queries.visit, queries.bounds
+    if visit.lists is None:
+        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)
+    else:
+        visible = visible_keys(
+            *(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG), s.shape[1], START
+        )
+        s = gl.where(visible, s, -float("inf"))
+    return s
