@@ -1,5 +1,7 @@
 """Sparse attention by configuration, against dense attention with the mask written out."""
 
+import copy
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def visible(sparse, sq, sk):
 @pytest.mark.parametrize("kind", FIXED)
 def test_prompt(kind, make_model, long_ids):
     """In fp64: large weights multiply what the first layer rounds, by luck more or less."""
-    model, sparse = make_model().double(), FIXED[kind]
+    model, sparse = copy.deepcopy(make_model()).double(), FIXED[kind]
     model.set_attn_implementation(register(sparse, name="sparse"))
     ours = model(long_ids).logits
     model.set_attn_implementation("sdpa")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek import InvalidInput, Unsupported
+from blackwell_sparsek.integrations.huggingface.visible_keys import visible_elements
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -68,6 +69,19 @@ def test_packed_sequences_by_offsets(window, make_model, ids):
     torch.testing.assert_close(packed[:, 5:], alone, **TOLERANCE)
     with pytest.raises(InvalidInput, match="got a batch of 2"):
         model(ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, use_cache=False)
+
+
+def test_offsets_beside_a_mask_of_elements_are_refused(make_model, ids):
+    """They would have been ignored: one of the two describes what is visible, or both the same."""
+    offsets = torch.tensor([0, 5, 13], dtype=torch.int32)
+    mask = torch.ones(13, 13, dtype=torch.bool).tril()
+    mask[:, 2] = False
+    mask[2, 2] = True
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "use_cache": False}
+    with pytest.raises(Unsupported, match="cu_seq_lens_q together with"):
+        make_model()(ids[:1], attention_mask=mask[None, None], **given)
+    with pytest.raises(Unsupported, match="a mask of single elements"):
+        make_model()(ids[:1], attention_mask=visible_elements(mask[None, None]), **given)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GptOss"])

@@ -222,6 +222,9 @@ def _packed(
     band = Band(None if sliding_window is None else sliding_window - 1, 0 if causal else None)
     if isinstance(attention_mask, VisibleKeys):
         band = attention_mask.band
+        given = (attention_mask.block_mask, attention_mask.visible, attention_mask.bias)
+        if any(x is not None for x in given):
+            raise Unsupported(f"{OP}: cu_seq_lens_q together with a mask of single elements")
     elif attention_mask is not None:
         raise Unsupported(f"{OP}: cu_seq_lens_q together with an attention_mask")
     cu_q, cu_k, max_q, max_k = lengths

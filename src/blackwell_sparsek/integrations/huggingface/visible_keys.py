@@ -485,11 +485,15 @@ def recognise(mask_function: Any) -> Pattern | None:
 
 def _parts(mask_function: Any) -> Iterator[Any]:
     """The functions whose results are combined by "and"."""
-    if not _made_by(mask_function, "and_masks", "and_mask"):
+    if _made_by(mask_function, "and_masks", "and_mask"):
+        for part in _captured(mask_function)["mask_functions"]:
+            yield from _parts(part)
+    elif _made_by(mask_function, "remap_positions_for_packed_sequence"):
+        # positions in a document in place of indices, from transformers 5.23 on: only beside the
+        # mask of documents, within which both are equally far apart
+        yield from _parts(_captured(mask_function)["mask_function"])
+    else:
         yield mask_function
-        return
-    for part in _captured(mask_function)["mask_functions"]:
-        yield from _parts(part)
 
 
 def _made_by(function: Any, maker: str, name: str = "inner_mask") -> bool:
