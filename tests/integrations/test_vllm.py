@@ -177,6 +177,11 @@ def test_requests_that_pad_a_graph_get_zeros():
     )
     metadata = engine.builder.build(0, common)
     assert metadata.tokens_of_each == 1
+    # two requests have tokens, the second of them fewer
+    shorter = int32(0, 2, 3, 3, 3)
+    changes = {"query_start_loc_cpu": shorter, "num_actual_tokens": 8, "max_query_len": 2}
+    changed = common.replace(query_start_loc=shorter, **changes)
+    assert engine.builder.build(0, changed).tokens_of_each is None
     # four rows, but one and two tokens
     uneven = int32(0, 1, 3)
     changes = {"query_start_loc_cpu": uneven, "num_reqs": 2, "max_query_len": 2}

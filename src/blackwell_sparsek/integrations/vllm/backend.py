@@ -218,7 +218,8 @@ def tokens_of_each(offsets: torch.Tensor, most: int, num_tokens: int) -> int | N
     Requests that pad a graph come last. They have rows among the tokens, but no tokens of their
     own; their lengths are 0, and so is their output.
     """
-    if (len(offsets) - 1) * most != num_tokens:
+    # the last request before the padding must not have fewer
+    if (len(offsets) - 1) * most != num_tokens or (most and int(offsets[-1]) % most):
         return None
     first = torch.arange(len(offsets), dtype=offsets.dtype) * most
     return most if torch.equal(offsets, first.clamp(max=int(offsets[-1]))) else None
