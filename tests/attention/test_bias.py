@@ -258,6 +258,8 @@ def test_hopper_says_why_not():
     with_slopes = replace(hopper, alibi=True)
     assert sm90.attn_fwd_sm90_unsupported(with_slopes) is None
     assert "first run on a GPU" in sm90.attn_fwd_sm90_passed_over(with_slopes)
+    long = replace(with_slopes, max_k=2**24 + 1)
+    assert "at most 16777216 tokens" in sm90.attn_fwd_sm90_unsupported(long)
     assert "no gradients" in sm90.attn_bwd_sm90_unsupported(with_slopes)
     decided = bsk.explain(bsk.attention, *tensors, **options)
     assert decided.chosen == "eager" and "alibi, bias" in str(decided.problem)

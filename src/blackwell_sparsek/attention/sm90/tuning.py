@@ -106,8 +106,10 @@ def attn_fwd_sm90_lengths_unsupported(problem: "AttnProblem") -> str | None:
     """The part of `attn_fwd_sm90_unsupported` that depends on lengths."""
     if problem.max_k == 0 or (problem.tokens is not None and problem.tokens[1] == 0):
         return "TMA cannot describe zero keys"
-    if max(problem.max_q, problem.max_k) > LONGEST:
-        return f"needs sequences of at most {LONGEST} tokens"
+    # with ALiBi, positions are in fp32
+    longest = 2**24 if problem.alibi else LONGEST
+    if max(problem.max_q, problem.max_k) > longest:
+        return f"needs sequences of at most {longest} tokens"
     if problem.tokens is not None and max(problem.tokens) > MOST_TOKENS:
         return f"needs at most {MOST_TOKENS} tokens in all"
     # an order of mask rows may round up to whole blocks of 256 queries
