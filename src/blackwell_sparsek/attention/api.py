@@ -167,7 +167,7 @@ def attention(
     bias : fp16, bf16, fp32 or fp64 `[B|1, Hq|1, Sq, Sk]`, optional
         Added to the scores, after the softcap. Any strides, so an expanded tensor takes no memory.
         -inf hides a key, but the key is still computed and its value must be finite. Slopes and
-        biases have no gradients. The Hopper kernel adds no bias, and slopes with `impl="sm90"`.
+        biases have no gradients.
     key_gate : (u, tau), optional
         Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, where Hg is 1, Hkv or Hq. For query i, exp(score)
         of key j is multiplied by `clip(u[j] - tau[i], 0, 1)`. A key with factor 0 is hidden, as is

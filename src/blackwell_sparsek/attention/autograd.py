@@ -111,7 +111,7 @@ class TrainingCall:
         """The record of a call; autograd saves the tensors that have gradients or may be large."""
         spec, mask = call.spec, call.spec.block_mask
         mask = None if mask is None else _lists_of(mask)
-        given = (call.deterministic, _backward_impl(impl), spec.is_varlen)
+        given = (call.deterministic, backward_dispatch.own_or_auto(impl), spec.is_varlen)
         options = gradient_options(spec, spec.sinks is not None, *given)
         spec = spec.without_tensors()._replace(block_mask=mask)
         return cls(spec, call.deterministic, impl, options)
@@ -190,7 +190,7 @@ class TrainingCall:
                 if made is not None:
                     return made
         first = found is not None and not seen_before(found.key)
-        spec, impl = self._spec, _backward_impl(self._impl)
+        spec, impl = self._spec, backward_dispatch.own_or_auto(self._impl)
         if self._lengths is not None:
             max_q, max_k = self._lengths
             spec = spec._replace(max_q=max_q, max_k=max_k)
@@ -303,7 +303,7 @@ class _TransformedAttention(torch.autograd.Function):
         q, k, v, sinks, spec, deterministic, impl = inputs
         ctx.save_for_backward(q, k, v, *output, sinks, *_fixed_tensors(spec))
         ctx.spec = spec.without_tensors()
-        ctx.deterministic, ctx.impl = deterministic, _backward_impl(impl)
+        ctx.deterministic, ctx.impl = deterministic, backward_dispatch.own_or_auto(impl)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
@@ -345,11 +345,6 @@ class _TransformedGradients(torch.autograd.Function):
         _refuse_forward_mode()
 
 
-def _backward_impl(impl: str) -> str:
-    """`impl`, or `auto` where this implementation has no backward."""
-    return impl if impl in backward_dispatch.candidates else "auto"
-
-
 def _needed(made: Tensors, needs: Sequence[bool]) -> list[torch.Tensor | None]:
     return [g if need else None for g, need in zip(made, needs, strict=True)]
 
@@ -363,7 +358,7 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.given = given._replace(
         q=None, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, sinks=None,
         alibi_slopes=None, bias=None,
-        mask=[None] * len(mask), impl=_backward_impl(given.impl),
+        mask=[None] * len(mask), impl=backward_dispatch.own_or_auto(given.impl),
     )  # fmt: skip
     ctx.set_materialize_grads(False)
 

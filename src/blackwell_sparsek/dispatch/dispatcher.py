@@ -126,6 +126,10 @@ class Dispatcher:
                 return candidate
         return None
 
+    def own_or_auto(self, impl: str) -> str:
+        """`impl`, or `auto` where this operator has no such implementation."""
+        return impl if impl in self.candidates else "auto"
+
     def _verdicts(self, asked: str, problem: Any) -> Iterator[tuple[Candidate, str | None]]:
         """Each implementation and why it does not run; None for the one that does."""
         chosen = None

@@ -50,7 +50,7 @@ forward_dispatch.register(
     "sm90",
     _why_not_sm90,
     "blackwell_sparsek.attention.gated.sm90:forward",
-    auto_passes=lambda problem: sm90.NOT_RUN,
+    auto_passes=sm90.attn_fwd_sm90_passed_over,
 )
 for _dispatch, _name, _why_not in (
     (forward_dispatch, "forward", triton.why_not_forward),
@@ -188,8 +188,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     given = Arguments(*inputs)
     ctx.save_for_backward(*output, *given[:DIFFERENTIABLE], *given.mask)
     ctx.given = given._replace(
-        q=None, k=None, v=None, sinks=None, u=None, tau=None, mask=[None] * len(given.mask)
-    )
+        q=None, k=None, v=None, sinks=None, u=None, tau=None, mask=[None] * len(given.mask),
+        impl=backward_dispatch.own_or_auto(given.impl),
+    )  # fmt: skip
     ctx.set_materialize_grads(False)
 
 

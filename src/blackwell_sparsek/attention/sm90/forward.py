@@ -15,9 +15,9 @@ that need mask code come first.
 
 Tiles of wide heads lie in shared memory as slices of columns (`forward_stages`).
 
-With ALiBi or gates of keys (`device.gates`) consumers also need the positions of the keys of every
-tile. The weight of a gate multiplies a weight of the softmax, whose maximum is that of the scores
-alone, over the keys that have a weight.
+With a bias, ALiBi or gates of keys (`device.gates`) consumers also need the positions of the keys
+of every tile. The weight of a gate multiplies a weight of the softmax, whose maximum is that of the
+scores alone, over the keys that have a weight.
 
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
 bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...device.gates import GateRow, gate_row, load_gate_terms
 from ...device.gluon.compat import async_store, thread_barrier
 from ...device.gluon.partials import columns_of, rows_of, store_part_slices
 from ...device.gluon.pipeline import (
@@ -100,6 +99,8 @@ from .forward_scores import (
     gated,
     mask_band,
     mask_scores,
+    row_bias,
+    tile_gate,
 )
 from .forward_stages import (
     EMPTY_K,
@@ -141,6 +142,8 @@ class ConsumerArgs(NamedTuple):
     tail: Any
     slopes: Any
     """`Slopes` of ALiBi, or None."""
+    bias: Any
+    """`Bias`, or None."""
     gates: Any
     """`KeyGates`, or None."""
     u_tiles: Any
@@ -195,14 +198,14 @@ def attend_first_tile(
     ping_pong_wait(GROUP, CFG)
     scores = start_scores(queries.q, k, no_scores)
     ping_pong_pass(GROUP, CFG)
-    fetch_gates(queries, kv_tile, CFG)
+    margin = fetch_gates(queries, kv_tile, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
-    s = add_key_terms(s, queries, kv_tile, CFG)
+    s = add_key_terms(s, margin, queries, kv_tile, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     m_log2, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
-    weights = gated(weights_of(s, score.factor, shift), queries, CFG)
+    weights = gated(weights_of(s, score.factor, shift), margin, queries, CFG)
     row_sum = add_parts(row_sum, rescale, weights)
     if CFG.HALF_TILES:
         o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
@@ -250,10 +253,10 @@ def attend_tile(
     v = kv_slices(stages.v, last_stage, CFG.dv_slices, CFG.TILE_N, 0)
     products = start_outputs(p, v, acc)
     ping_pong_pass(GROUP, CFG)
-    fetch_gates(queries, kv_tile, CFG)
+    margin = fetch_gates(queries, kv_tile, CFG)
     s = cap(warpgroup_mma_wait(CFG.dv_slices, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
-    s = add_key_terms(s, queries, kv_tile, CFG)
+    s = add_key_terms(s, margin, queries, kv_tile, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
@@ -266,7 +269,7 @@ def attend_tile(
     acc = ()
     for i in gl.static_range(len(products)):
         acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
-    weights = gated(weights_of(s, score.factor, shift), queries, CFG)
+    weights = gated(weights_of(s, score.factor, shift), margin, queries, CFG)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
     return step, m_new, row_sum, acc, p
@@ -460,16 +463,18 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             for i in gl.static_range(len(q)):
                 loaded = loaded + (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # noqa: RUF005
             q = loaded
-        alibi, gate, u_tile = None, None, None
+        alibi, bias, gate = None, None, None
         if consume.slopes is not None:
             slope = slope_of_head(consume.slopes, batch, q_head) * (LOG2_E / score.factor)
             alibi = Alibi(position(q_index, q_len, kv_len).to(gl.float32), slope)
+        if consume.bias is not None:
+            unit = LOG2_E / score.factor
+            bias = row_bias(consume.bias, batch, q_head, q_index, q_len, unit)
         if consume.gates is not None:
-            row = gate_row(consume.gates, batch, q_head)
-            gate = GateRow(row.u, load_gate_terms(row.tau, q_index, q_len, float("inf")))
             u_tile = consume.u_tiles.index(GROUP).slice(0, tile_n, dim=0)
+            gate = tile_gate(consume.gates, batch, q_head, q_index, q_len, u_tile)
         queries = Queries(
-            q, visit, masked_tiles, q_index, q_start, bounds, score, None, alibi, gate, u_tile
+            q, visit, masked_tiles, q_index, q_start, bounds, score, None, alibi, bias, gate
         )
         # KV tiles before `taken` are done with
         taken = 0
@@ -598,6 +603,7 @@ def _attn_fwd_sm90_kernel(
     group_size,
     score,
     slopes,
+    bias,
     gates,
     CFG: gl.constexpr,
 ):
@@ -608,6 +614,7 @@ def _attn_fwd_sm90_kernel(
     block_lists : `MaskLists` or None
     score : `Score`
     slopes : `Slopes` or None
+    bias : `Bias` or None
     gates : `KeyGates` or None
     CFG : `AttnFwdSm90Config`
     """
@@ -643,8 +650,9 @@ def _attn_fwd_sm90_kernel(
     produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule)
     tail = SplitTail(workspace.parts, workspace.counters)
     consume = ConsumerArgs(
-        out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail, slopes, gates, u_tiles
-    )
+        out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail, slopes, bias, gates,
+        u_tiles,
+    )  # fmt: skip
     shared = ForwardShared(
         Mask(block_lists, mask_batch_step, mask_head_step),
         q_ring,

@@ -307,9 +307,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q = query_slices(q_ring, q_stage * CFG.CONSUMERS + GROUP, CFG)
         mbarrier.wait(q_ring.full.index(q_stage), (slot // CFG.Q_STAGES) & 1)
         score = consume.score
-        queries = Queries(
-            q, visit, masked_tiles, q_index, q_start, bounds, score, None, None, None, None
-        )
+        nothing = (None, None, None, None)
+        queries = Queries(q, visit, masked_tiles, q_index, q_start, bounds, score, *nothing)
         scales = TileScales(scale, consume.k_scales, k_scale_ptr)
         q_empty = q_ring.empty.index(q_stage)
         if kv_tiles > 0:

@@ -74,6 +74,7 @@ def plan_attn_fwd_sm90(
         *operands.heads,
         operands.score,
         operands.slopes,
+        operands.bias,
         gates,
         config,
     )

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Scores of a KV tile in the Hopper forward: ALiBi, gates of keys, and masks.
+"""Scores of a KV tile in the Hopper forward: bias, ALiBi, gates of keys, and masks.
 
 `Queries` is what a consumer keeps of a work tile. Scores pass `add_key_terms` and, in tiles that
 need mask code, `mask_scores`; weights of the softmax pass `gated`.
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.gates import gate_weights, load_gate_terms
+from ...device.gates import gate_row, gate_weights, load_gate_terms
 from ...device.gluon.row_parts import keep_columns
 from ...device.masks import bit_visible, within_bounds
+from ...device.scores import bias_of_head
 from ...device.visits import bits_of_tile, keys_of_tile, masked_block, tile_ordinal
 from .forward_producer import dense_tile, tile_starts
 
@@ -42,10 +43,10 @@ class Queries(NamedTuple):
     None."""
     alibi: Any
     """`Alibi`, or None."""
+    bias: Any
+    """`RowBias`, or None."""
     gate: Any
-    """A `GateRow`: where the scores of keys are, and the thresholds of the queries; or None."""
-    u_tile: Any
-    """Shared memory for the scores of a tile of keys; or None."""
+    """`TileGate`, or None."""
 
 
 class Alibi(NamedTuple):
@@ -55,7 +56,26 @@ class Alibi(NamedTuple):
     slope: Any
 
 
-# What ALiBi and gates add to the scores of a KV tile.
+class RowBias(NamedTuple):
+    """Where the bias of each query begins, elements from key to key, and a unit of raw scores."""
+
+    rows: Any
+    kv_step: Any
+    unit: Any
+
+
+class TileGate(NamedTuple):
+    """Scores of keys, and thresholds of a consumer's queries."""
+
+    u: Any
+    """Where the scores of the keys of this head lie."""
+    tau: Any
+    highest_tau: Any
+    u_tile: Any
+    """Shared memory for the scores of a tile of keys."""
+
+
+# What biases, ALiBi and gates add to the scores of a KV tile.
 
 
 @gluon.jit
@@ -64,52 +84,106 @@ def of_keys(firsts, columns, CFG: gl.constexpr):
     part_rows: gl.constexpr = CFG.part_rows
     counted = firsts[0] + columns
     for part in gl.static_range(1, len(firsts)):
-        first: gl.constexpr = part * part_rows
-        counted = gl.where(columns >= first, firsts[part] + (columns - first), counted)
+        column = columns - part * part_rows
+        counted = gl.where(column >= 0, firsts[part] + column, counted)
     return counted
 
 
 @gluon.jit
+def tile_gate(gates, batch, q_head, q_index, q_len, u_tile):
+    """The `TileGate` of the queries `q_index`."""
+    row = gate_row(gates, batch, q_head)
+    # queries past the last one must not count as thresholds
+    tau = load_gate_terms(row.tau, q_index, q_len, -float("inf"))
+    highest = gl.max(gl.where(tau == tau, tau, float("inf")), 0)
+    return TileGate(row.u, tau, highest, u_tile)
+
+
+@gluon.jit
+def row_bias(bias, batch, q_head, q_index, q_len, unit):
+    """The `RowBias` of the queries `q_index`; those past the last one read its bias."""
+    existing = gl.minimum(q_index, q_len - 1).to(gl.int64)
+    rows = bias_of_head(bias, batch, q_head) + existing * bias.q_step
+    return RowBias(rows, bias.kv_step, unit)
+
+
+@gluon.jit
+def load_bias(queries, kv_tile, CFG: gl.constexpr):
+    """The bias of the keys of a tile; anything for keys that do not exist."""
+    rows, kv_step, _ = queries.bias
+    tile_n: gl.constexpr = CFG.TILE_N
+    columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
+    kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
+    # masks of loads would take registers
+    kv_pos = gl.minimum(kv_pos, queries.visit.kv_len - 1)
+    return gl.load(rows[:, None] + (kv_pos.to(gl.int64) * kv_step)[None, :])
+
+
+@gluon.jit
 def fetch_gates(queries, kv_tile, CFG: gl.constexpr):
-    """Put the gate's scores of the keys of a tile into shared memory, while its products run."""
+    """Put the gate's scores of the keys of a tile into shared memory, while its products run.
+
+    Returns by how much the lowest of them is above the highest threshold, or None without gates. It
+    is 1 or more where every weight is 1, and -inf or NaN where something is not finite.
+    """
+    margin = None
     if queries.gate is not None:
         tile_n: gl.constexpr = CFG.TILE_N
         columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
         kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
         u = load_gate_terms(queries.gate.u, kv_pos, queries.visit.kv_len, -float("inf"))
-        queries.u_tile.store(u)
+        queries.gate.u_tile.store(u)
+        margin = gl.min(gl.where(u == u, u, -float("inf")), 0) - queries.gate.highest_tau
+    return margin
 
 
 @gluon.jit
 def gate_scores(queries, CFG: gl.constexpr):
     """The gate's scores of the keys of a tile, where `fetch_gates` has put them."""
-    return queries.u_tile.load(gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))[None, :]
+    return queries.gate.u_tile.load(gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))[None, :]
 
 
 @gluon.jit
-def add_key_terms(s, queries, kv_tile, CFG: gl.constexpr):
-    """Scores less slopes times distances, and -inf where a gate gives a key no weight."""
+def add_key_terms(s, margin, queries, kv_tile, CFG: gl.constexpr):
+    """Scores with a bias, less slopes times distances, and -inf where a gate hides a key."""
+    if queries.bias is not None:
+        s = s + load_bias(queries, kv_tile, CFG).to(gl.float32) * queries.bias.unit
     if queries.alibi is not None:
         tile_n: gl.constexpr = CFG.TILE_N
         columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
         kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
         distance = gl.abs(queries.alibi.q_pos[:, None] - kv_pos.to(gl.float32)[None, :])
         s = s - queries.alibi.slope * distance
-    if queries.gate is not None:
-        hidden = gate_scores(queries, CFG) <= queries.gate.tau[:, None]
-        s = gl.where(hidden, -float("inf"), s)
+    if queries.gate is not None:  # noqa: SIM102
+        if not (margin >= 1.0):
+            hidden = gate_scores(queries, CFG) <= queries.gate.tau[:, None]
+            s = gl.where(hidden, -float("inf"), s)
     return s
 
 
 @gluon.jit
-def gated(weights, queries, CFG: gl.constexpr):
+def gated(weights, margin, queries, CFG: gl.constexpr):
     """Weights of a tile, times those that gates give its keys.
 
     The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
     """
-    if queries.gate is not None:
-        weights = weights * gate_weights(gate_scores(queries, CFG), queries.gate.tau[:, None])
+    if queries.gate is not None:  # noqa: SIM102
+        if not (margin >= 1.0):
+            u, tau = gate_scores(queries, CFG), queries.gate.tau[:, None]
+            if margin > -float("inf"):
+                weights = weights * clipped_difference(u, tau)
+            else:
+                weights = weights * gate_weights(u, tau)
     return weights
+
+
+@gluon.jit
+def clipped_difference(u, tau):
+    """`gate_weights` of finite values, in one instruction."""
+    u, tau = gl.broadcast(u, tau)
+    return gl.inline_asm_elementwise(
+        "sub.sat.f32 $0, $1, $2;", "=f,f,f", [u, tau], gl.float32, True, 1
+    )
 
 
 # Masking the scores of a KV tile.

@@ -98,12 +98,12 @@ def launch_attn_fwd_sm90(
         it must be None when sequences are packed
     raster_group : (batch, head) pairs whose work tiles run together; packed sequences, taken one
         after the other, find theirs from their own lengths, up to this
-    config : tiles; no half tiles with slopes or gates
+    config : tiles; no half tiles with slopes, a bias or gates
     gates : scores of keys and thresholds of queries, of dense batches only
     """
     device = call.q.device
     assert (gates is not None) == config.GATED, f"{config=}"
-    assert not (config.HALF_TILES and call.spec.alibi_slopes is not None), f"{config=}"
+    assert not (config.HALF_TILES and call.spec.is_biased), f"{config=}"
     schedule = schedule_of_call(call, order, config, arch_of(device).num_sms)
     if schedule is None:
         return

@@ -58,8 +58,6 @@ RUNNING_QUERIES = 4096
 # Keys from which the tail is split. TFLOP/s of D128 without and with a split tail: 596 571 at 1k,
 # 659 654 at 2k, 697 703 at 4k, 724 739 at 16k.
 LONG_SPLIT = 4096
-# What has compiled, but not run.
-NOT_RUN = "waits for its first run on a GPU; impl='sm90' takes it"
 # TFLOP/s of a fully occupied H200, by (widest head dim, consumers): with one program on each SM,
 # and with two if they fit. A lone warp group stalls during its own softmax.
 PACE: dict[tuple[int, int], tuple[float, ...]] = {
@@ -85,8 +83,6 @@ def attn_fwd_sm90_unsupported(problem: "AttnProblem") -> str | None:
         )
     if not problem.positive:
         return "needs a scale above zero"
-    if problem.bias:
-        return "adds no bias to scores"
     if problem.mask_per_kv_head:
         group = problem.heads_q // problem.heads_kv
         made = f"mask[:, [h // {group} for h in range({problem.heads_q})]] makes one"
@@ -123,8 +119,6 @@ def attn_fwd_sm90_lengths_unsupported(problem: "AttnProblem") -> str | None:
 
 def attn_fwd_sm90_passed_over(problem: "AttnProblem") -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
-    if problem.alibi:
-        return NOT_RUN
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile of {GROUP_ROWS}"
     return None
@@ -143,14 +137,15 @@ def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
     if block_q is not None:
         # a work tile stays within one row of the mask, so rows of 64 take one consumer
         consumers = min(block_q // GROUP_ROWS, 2)
-        return make_forward_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
+        config = make_forward_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
+        return with_added_scores(config, problem)
     dim = max(tile_d, tile_dv)
     # Registers suffice for three consumers only if accumulators are 64 wide and there is neither a
-    # tanh nor ALiBi.
+    # tanh nor ALiBi or a bias.
     # TFLOP/s of D64 with one (in half tiles), two and three consumers: full 410 420 435 at 1k
     # tokens; causal 321 310 264, 385 366 365, - 407 420, - 435 490 at 1k, 2k, 4k and 16k.
     long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
-    three = dim == 64 and not (problem.softcap or problem.alibi) and long_enough
+    three = dim == 64 and not (problem.softcap or problem.is_biased) and long_enough
     choices = (3, 2, 1) if three else (2, 1)
     # wide heads leave a single consumer one stage of keys: only masks with rows of 64 take it
     consumers = 2 if dim > 128 else min(choices, key=lambda count: _time(problem, dim, count))
@@ -162,7 +157,17 @@ def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
         banded=problem.banded,
         long=problem.max_k >= LONG_SPLIT,
     )
-    return replace(config, HALF_TILES=False) if problem.alibi else config
+    return with_added_scores(config, problem)
+
+
+def with_added_scores(config: AttnFwdSm90Config, problem: "AttnProblem") -> AttnFwdSm90Config:
+    """The configuration for a problem that may have ALiBi or a bias."""
+    if not problem.is_biased:
+        return config
+    # half tiles add nothing
+    config = replace(config, HALF_TILES=False)
+    # the addresses of a bias take the registers of a split tail, or of queries
+    return replace(config, SPLIT_TAIL=False, Q_REGISTERS=False) if problem.bias else config
 
 
 # Lengths decide on configurations, schedules and raster groups only through these: how many tiles
@@ -294,8 +299,8 @@ def attn_bwd_sm90_unsupported(problem: "AttnProblem") -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
-    if problem.alibi:
-        return "has no gradients of scores with alibi_slopes"
+    if problem.is_biased:
+        return "has no gradients of scores with alibi_slopes or a bias"
     if problem.varlen and (reason := _packed_gradients_unsupported(problem)) is not None:
         return reason
     if problem.mask_block is not None and problem.mask_block[1] not in KEY_BLOCKS:
@@ -321,8 +326,6 @@ def _packed_gradients_unsupported(problem: "AttnProblem") -> str | None:
 
 def attn_bwd_sm90_passed_over(problem: "AttnProblem") -> str | None:
     """Why `auto` should not take the kernel where it could run, or None."""
-    if problem.alibi:
-        return NOT_RUN
     if problem.max_q < FEW_QUERIES:
         return f"{problem.max_q} queries fill too little of a tile"
     return None

@@ -39,6 +39,7 @@ from ...attention.sm90.tuning import (
     attn_bwd_wide_dkdv_config,
     attn_bwd_wide_dq_config,
     attn_fwd_sm90_raster_group,
+    with_added_scores,
 )
 from ...attention.triton.backward import launch_attn_dkdv, launch_attn_dq
 from ...attention.triton.delta import (
@@ -343,6 +344,7 @@ class ForwardSm90(NamedTuple):
     banded: bool = False
     long: bool = False
     alibi: bool = False
+    bias: bool = False
 
     @property
     def name(self) -> str:
@@ -350,7 +352,7 @@ class ForwardSm90(NamedTuple):
         parts = [dtype_name(self.dtype), f"d{self.tile_d}-{self.tile_dv}"]
         parts += [f"consumers{self.consumers}"]
         parts += [f"blocks{self.block_size[0]}x{self.block_size[1]}"] if self.block_size else []
-        flags = ("sinks", "softcap", "packed", "banded", "long", "alibi")
+        flags = ("sinks", "softcap", "packed", "banded", "long", "alibi", "bias")
         parts += [flag for flag in flags if getattr(self, flag)]
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
@@ -411,7 +413,16 @@ FORWARD_SM90 = (
     ForwardSm90(1, 64, 64, packed=True, alibi=True),
     ForwardSm90(2, 64, 64, banded=True, alibi=True),
     ForwardSm90(2, 128, 128, (128, 64), alibi=True, max_spill_bytes=896),
+    ForwardSm90(1, 64, 64, (64, 16), sinks=True, alibi=True, max_spill_bytes=896),
     ForwardSm90(2, 256, 256, alibi=True, max_spill_bytes=128),
+    ForwardSm90(2, 128, 128, banded=True, bias=True, max_spill_bytes=16),
+    ForwardSm90(2, 128, 128, long=True, bias=True, max_spill_bytes=16),
+    ForwardSm90(2, 64, 64, bias=True),
+    ForwardSm90(2, 128, 128, (128, 64), bias=True, max_spill_bytes=896),
+    ForwardSm90(1, 64, 64, (64, 16), bias=True, alibi=True, max_spill_bytes=896),
+    ForwardSm90(1, 128, 128, (64, 64), bias=True, max_spill_bytes=896),
+    ForwardSm90(2, 192, 128, bias=True, max_spill_bytes=128),
+    ForwardSm90(2, 256, 256, bias=True, max_spill_bytes=128),
 )
 
 
@@ -420,12 +431,12 @@ def _launch_forward_sm90(asked: ForwardSm90) -> None:
     call = attention_call(
         dims, asked.dtype, asked.block_size, lay_out=packed if asked.packed else by_token,
         band=CAUSAL if asked.banded else EVERYTHING, sinks=asked.sinks, softcap=asked.softcap,
-        added=("alibi",) if asked.alibi else (),
+        added=tuple(name for name in ("alibi", "bias") if getattr(asked, name)),
     )  # fmt: skip
     block_q, block_kv = asked.block_size or (None, None)
     options = {"packed": asked.packed, "banded": asked.banded, "long": asked.long}
     config = make_forward_config(asked.consumers, *dims, block_kv, **options)
-    config = replace(config, HALF_TILES=config.HALF_TILES and not asked.alibi)
+    config = with_added_scores(config, call.problem)
     order = None
     if block_q is not None and not asked.packed:
         order = integers(call.q.shape[0] * HEADS * TOKENS // block_q)

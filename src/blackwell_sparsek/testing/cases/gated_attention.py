@@ -69,6 +69,7 @@ SM90_CASES: tuple[tuple[int, torch.dtype, bool, tuple[int, int], int], ...] = (
     (128, BRAIN, False, BLOCK, 1152),
     (64, BRAIN, True, BLOCK, 256),
     (128, BRAIN, False, (64, 64), 256),
+    (64, BRAIN, False, (128, 16), 4096),
 )
 
 

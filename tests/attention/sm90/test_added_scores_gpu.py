@@ -1,4 +1,4 @@
-"""ALiBi in the Hopper forward, on a Hopper GPU."""
+"""ALiBi and a bias in the Hopper forward, on a Hopper GPU."""
 
 import random
 
@@ -43,6 +43,53 @@ def test_dense_batches(dims, dtype, blocks, options):
         )  # fmt: skip
         q, k, v, spec = case.build("cuda")
         check_attention(*run(q, k, v, spec), q, k, v, spec, what=f"{case}")
+
+
+@pytest.mark.parametrize(
+    "dims, dtype, blocks, options",
+    [
+        ((128, 128), BRAIN, None, {"bias": (False, False)}),
+        ((64, 64), HALF, None, {"bias": (True, False), "alibi": "batch"}),
+        ((128, 128), HALF, None, {"bias": (False, True), "softcap": 9.0, "sinks": True}),
+        ((128, 128), BRAIN, (128, 64), {"bias": (True, True)}),
+        ((128, 128), BRAIN, (64, 64), {"bias": (False, False)}),
+        ((64, 64), BRAIN, (64, 16), {"bias": (False, False), "alibi": "heads"}),
+        ((192, 128), BRAIN, None, {"bias": (False, False)}),
+        ((256, 256), BRAIN, None, {"bias": (False, False)}),
+    ],
+    ids=str,
+)
+def test_bias(dims, dtype, blocks, options):
+    rng = random.Random(f"{dims}{blocks}")
+    for seed, lengths in enumerate((*LENGTHS, (65, 5000))):
+        case = AttnCase(
+            seed, dtype, batch=2, heads=(4, 2), lengths=(lengths,), head_dims=dims,
+            band=rng.choice(BANDS), mask="elements" if blocks else "none",
+            block_size=blocks or (32, 32), mask_broadcast=(False, False), **options,
+        )  # fmt: skip
+        q, k, v, spec = case.build("cuda")
+        check_attention(*run(q, k, v, spec), q, k, v, spec, what=f"{case}")
+
+
+@pytest.mark.parametrize("layout", ["keys first", "expanded", "every other key", "-inf", "float32"])
+def test_layouts_and_values_of_a_bias(layout):
+    q, k, v, spec = AttnCase(
+        5, BRAIN, heads=(4, 2), lengths=((300, 333),), head_dims=(64, 64), bias=(False, False)
+    ).build("cuda")
+    bias = spec.bias
+    if layout == "keys first":
+        bias = bias.mT.contiguous().mT
+    elif layout == "expanded":
+        bias = bias[:, :, :, :1].expand_as(bias)
+    elif layout == "every other key":
+        bias = torch.stack([bias, torch.full_like(bias, torch.nan)], -1).flatten(-2)[..., ::2]
+    elif layout == "-inf":
+        bias = bias.masked_fill(bias > 1, -torch.inf)
+        bias[..., 7, :] = -torch.inf
+    else:
+        bias = bias.float()
+    spec = spec._replace(bias=bias)
+    check_attention(*run(q, k, v, spec), q, k, v, spec, what=layout)
 
 
 @pytest.mark.parametrize("dims, dtype", [((64, 64), BRAIN), ((128, 128), HALF)], ids=str)
