@@ -30,6 +30,8 @@ def launch_gated_sm90(
     out, lse = given.empty_out(), empty_lse(given.q)
     # gates take the registers that queries would lie in
     config = replace(attn_fwd_sm90_config(given.problem), GATED=True, Q_REGISTERS=False)
-    gates = key_gates(call.gate, call.heads_per_gate)
+    # copied without conversion
+    gate = call.gate._replace(u=call.gate.u.float())
+    gates = key_gates(gate, call.heads_per_gate)
     launch_attn_fwd_sm90(given, out, lse, order, raster_group, config, gates)
     return out, lse

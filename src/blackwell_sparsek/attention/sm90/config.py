@@ -64,7 +64,7 @@ class AttnFwdSm90Config:
     Q_REGISTERS: bool = False
     """Consumers keep their queries in registers."""
     GATED: bool = False
-    """Keys have a gate, whose scores of a KV tile lie in shared memory for each consumer."""
+    """Keys have a gate, whose scores of two KV tiles lie in shared memory for each consumer."""
     FP8: bool = False
     """Queries, keys and values are e4m3, and values lie with their keys in columns: WGMMA takes
     8-bit operands only with the summed dimension contiguous (`forward_fp8`)."""
@@ -159,8 +159,8 @@ class AttnFwdSm90Config:
         """Shared memory of all tiles, which is where the barriers begin."""
         queries = self.tile_m * self.Q_STAGES * self.TILE_D
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
-        # fp32 [2, 128], which is larger than an array of barriers and hence before them
-        gates = 1024 if self.GATED else 0
+        # fp32 [4, 128], which is larger than an array of barriers and hence before them
+        gates = 2048 if self.GATED else 0
         return self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV + gates
 
     @property

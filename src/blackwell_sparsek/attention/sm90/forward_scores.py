@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from ...device.gates import gate_row, gate_weights, load_gate_terms
+from ...device.gluon.compat import thread_barrier
 from ...device.gluon.row_parts import keep_columns
-from ...device.masks import bit_visible, within_bounds
+from ...device.masks import bit_visible, exists, within_bounds
 from ...device.scores import bias_of_head
 from ...device.visits import bits_of_tile, keys_of_tile, masked_block, tile_ordinal
 from .forward_producer import dense_tile, tile_starts
@@ -68,11 +70,19 @@ class TileGate(NamedTuple):
     """Scores of keys, and thresholds of a consumer's queries."""
 
     u: Any
-    """Where the scores of the keys of this head lie."""
+    """Where the scores of the keys of this head lie, in fp32."""
     tau: Any
     highest_tau: Any
-    u_tile: Any
-    """Shared memory for the scores of a tile of keys."""
+    kv_tiles: Any
+    u_tiles: Any
+    """`GateTiles`"""
+
+
+class GateTiles(NamedTuple):
+    """fp32 [4, 128] in shared memory: two rows for each consumer, for the keys of two tiles."""
+
+    tiles: Any
+    first: Any
 
 
 # What biases, ALiBi and gates add to the scores of a KV tile.
@@ -90,13 +100,13 @@ def of_keys(firsts, columns, CFG: gl.constexpr):
 
 
 @gluon.jit
-def tile_gate(gates, batch, q_head, q_index, q_len, u_tile):
+def tile_gate(gates, batch, q_head, q_index, q_len, kv_tiles, u_tiles):
     """The `TileGate` of the queries `q_index`."""
     row = gate_row(gates, batch, q_head)
     # queries past the last one must not count as thresholds
     tau = load_gate_terms(row.tau, q_index, q_len, -float("inf"))
     highest = gl.max(gl.where(tau == tau, tau, float("inf")), 0)
-    return TileGate(row.u, tau, highest, u_tile)
+    return TileGate(row.u, tau, highest, kv_tiles, u_tiles)
 
 
 @gluon.jit
@@ -113,34 +123,67 @@ def load_bias(queries, kv_tile, CFG: gl.constexpr):
     rows, kv_step, _ = queries.bias
     tile_n: gl.constexpr = CFG.TILE_N
     columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
-    kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
-    # masks of loads would take registers
-    kv_pos = gl.minimum(kv_pos, queries.visit.kv_len - 1)
-    return gl.load(rows[:, None] + (kv_pos.to(gl.int64) * kv_step)[None, :])
+    firsts = tile_starts(queries.visit, kv_tile, CFG)
+    kv_pos = of_keys(firsts, columns, CFG)
+    all_exist = True
+    for part in gl.static_range(len(firsts)):
+        all_exist &= firsts[part] + CFG.part_rows <= queries.visit.kv_len
+    if all_exist:
+        # two neighbouring keys at a time
+        terms = gl.load(rows[:, None] + (kv_pos.to(gl.int64) * kv_step)[None, :])
+    else:
+        # masks of loads would take registers
+        existing = gl.minimum(kv_pos, queries.visit.kv_len - 1)
+        terms = gl.load(rows[:, None] + (existing.to(gl.int64) * kv_step)[None, :])
+    return terms
 
 
 @gluon.jit
-def fetch_gates(queries, kv_tile, CFG: gl.constexpr):
-    """Put the gate's scores of the keys of a tile into shared memory, while its products run.
+def request_gates(queries, kv_tile, CFG: gl.constexpr):
+    """Start copying the gate's scores of the keys of a tile to shared memory, if there are any."""
+    if queries.gate is not None:
+        tile_n: gl.constexpr = CFG.TILE_N
+        columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
+        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
+        there = exists(kv_pos, queries.visit.kv_len)
+        tile = gate_tile(queries, kv_tile, CFG)
+        async_copy.async_copy_global_to_shared(tile, queries.gate.u + kv_pos, mask=there)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def await_gates(queries, kv_tile, CFG: gl.constexpr):
+    """Wait for the gate's scores of a tile, and request those of the next one.
 
     Returns by how much the lowest of them is above the highest threshold, or None without gates. It
     is 1 or more where every weight is 1, and -inf or NaN where something is not finite.
     """
     margin = None
     if queries.gate is not None:
-        tile_n: gl.constexpr = CFG.TILE_N
-        columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
-        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
-        u = load_gate_terms(queries.gate.u, kv_pos, queries.visit.kv_len, -float("inf"))
-        queries.gate.u_tile.store(u)
+        async_copy.wait_group(0)
+        # the copies of all threads; and nobody reads the scores of the tile before any more
+        thread_barrier()
+        warps: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        every_warp: gl.constexpr = gl.SliceLayout(0, warps)
+        u = gate_tile(queries, kv_tile, CFG).load(every_warp)
         margin = gl.min(gl.where(u == u, u, -float("inf")), 0) - queries.gate.highest_tau
+        if kv_tile + 1 < queries.gate.kv_tiles:
+            request_gates(queries, kv_tile + 1, CFG)
     return margin
 
 
 @gluon.jit
-def gate_scores(queries, CFG: gl.constexpr):
-    """The gate's scores of the keys of a tile, where `fetch_gates` has put them."""
-    return queries.gate.u_tile.load(gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))[None, :]
+def gate_tile(queries, kv_tile, CFG: gl.constexpr):
+    """Where the gate's scores of the keys of a tile lie in shared memory."""
+    tiles, first = queries.gate.u_tiles
+    return tiles.index(first + kv_tile % 2).slice(0, CFG.TILE_N, dim=0)
+
+
+@gluon.jit
+def gate_scores(queries, kv_tile, CFG: gl.constexpr):
+    """The gate's scores of the keys of a tile, [1, keys]."""
+    keys: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
+    return gate_tile(queries, kv_tile, CFG).load(keys)[None, :]
 
 
 @gluon.jit
@@ -156,20 +199,20 @@ def add_key_terms(s, margin, queries, kv_tile, CFG: gl.constexpr):
         s = s - queries.alibi.slope * distance
     if queries.gate is not None:  # noqa: SIM102
         if not (margin >= 1.0):
-            hidden = gate_scores(queries, CFG) <= queries.gate.tau[:, None]
+            hidden = gate_scores(queries, kv_tile, CFG) <= queries.gate.tau[:, None]
             s = gl.where(hidden, -float("inf"), s)
     return s
 
 
 @gluon.jit
-def gated(weights, margin, queries, CFG: gl.constexpr):
+def gated(weights, margin, queries, kv_tile, CFG: gl.constexpr):
     """Weights of a tile, times those that gates give its keys.
 
     The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
     """
     if queries.gate is not None:  # noqa: SIM102
         if not (margin >= 1.0):
-            u, tau = gate_scores(queries, CFG), queries.gate.tau[:, None]
+            u, tau = gate_scores(queries, kv_tile, CFG), queries.gate.tau[:, None]
             if margin > -float("inf"):
                 weights = weights * clipped_difference(u, tau)
             else:

@@ -418,7 +418,7 @@ FORWARD_SM90 = (
     ForwardSm90(2, 128, 128, banded=True, bias=True, max_spill_bytes=16),
     ForwardSm90(2, 128, 128, long=True, bias=True, max_spill_bytes=16),
     ForwardSm90(2, 64, 64, bias=True),
-    ForwardSm90(2, 128, 128, (128, 64), bias=True, max_spill_bytes=896),
+    ForwardSm90(2, 128, 128, (128, 64), bias=True, max_spill_bytes=1024),
     ForwardSm90(1, 64, 64, (64, 16), bias=True, alibi=True, max_spill_bytes=896),
     ForwardSm90(1, 128, 128, (64, 64), bias=True, max_spill_bytes=896),
     ForwardSm90(2, 192, 128, bias=True, max_spill_bytes=128),

@@ -66,8 +66,8 @@ def _accepted_spills(kernel: str, dtype: torch.dtype, sm: int) -> int:
 # The Hopper forward: head dim, dtype, softcap and sinks, query and key blocks, accepted spills in
 # the code of partial blocks.
 SM90_CASES: tuple[tuple[int, torch.dtype, bool, tuple[int, int], int], ...] = (
-    (128, BRAIN, False, BLOCK, 1152),
-    (64, BRAIN, True, BLOCK, 256),
+    (128, BRAIN, False, BLOCK, 1280),
+    (64, BRAIN, True, BLOCK, 320),
     (128, BRAIN, False, (64, 64), 256),
     (64, BRAIN, False, (128, 16), 4096),
 )
