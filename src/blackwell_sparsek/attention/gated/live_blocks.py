@@ -35,8 +35,9 @@ def live_blocks(call: GatedCall) -> BlockMask:
 
 def _over_blocks(x: torch.Tensor, size: int, missing: float) -> torch.Tensor:
     """[..., blocks, size], the last block filled up."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=missing)
-    return padded.unflatten(-1, (-1, size))
+    if absent := -x.shape[-1] % size:
+        x = torch.nn.functional.pad(x, (0, absent), value=missing)
+    return x.unflatten(-1, (-1, size))
 
 
 def with_live_blocks(call: GatedCall) -> AttentionCall:

@@ -30,8 +30,8 @@ def launch_gated_sm90(
     out, lse = given.empty_out(), empty_lse(given.q)
     # gates take the registers that queries would lie in
     config = replace(attn_fwd_sm90_config(given.problem), GATED=True, Q_REGISTERS=False)
-    # copied without conversion
-    gate = call.gate._replace(u=call.gate.u.float())
-    gates = key_gates(gate, call.heads_per_gate)
+    # tiles are copied without conversion, from multiples of 16 bytes, and may end past the keys
+    u = torch.nn.functional.pad(call.gate.u.float(), (0, -call.gate.u.shape[-1] % 128 + 128))
+    gates = key_gates(call.gate._replace(u=u), call.heads_per_gate)
     launch_attn_fwd_sm90(given, out, lse, order, raster_group, config, gates)
     return out, lse

@@ -447,7 +447,7 @@ def _attn_bwd_dq_sm90_kernel(
     shared = DqShared(mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band)
     # the scheduler warp is that of the forward, of which it takes a part
     schedule = Schedule(order_ptr, num_batch_heads, 1, dynamic, 0)
-    find = ProducerArgs(None, None, None, counter_ptr, schedule)
+    find = ProducerArgs(None, None, None, counter_ptr, schedule, None)
     found = ForwardShared(mask, None, None, None, work, lengths, heads, band, None)
     # the first role runs in the warps of the launch, the others in warps of their own
     gl.warp_specialize(

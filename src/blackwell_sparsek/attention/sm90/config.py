@@ -64,7 +64,7 @@ class AttnFwdSm90Config:
     Q_REGISTERS: bool = False
     """Consumers keep their queries in registers."""
     GATED: bool = False
-    """Keys have a gate, whose scores of two KV tiles lie in shared memory for each consumer."""
+    """Keys have a gate, whose scores the producer copies with the keys; under masks only."""
     FP8: bool = False
     """Queries, keys and values are e4m3, and values lie with their keys in columns: WGMMA takes
     8-bit operands only with the summed dimension contiguous (`forward_fp8`)."""
@@ -78,7 +78,7 @@ class AttnFwdSm90Config:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
         plain = plain and not (self.SKIP_ABSENT or self.PING_PONG or self.Q_REGISTERS)
         plain = plain and self.CONSUMERS < 3 and not self.GATED
-        assert not self.GATED or (self.CONSUMERS < 3 and not self.HALF_TILES), f"{self=}"
+        assert not self.GATED or (self.SCHEDULER_WARP and not self.HALF_TILES), f"{self=}"
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         # a lone consumer comes with a scheduler warp
         assert not self.FP8 or self.CONSUMERS == 2 or self.SCHEDULER_WARP, f"{self=}"
@@ -159,9 +159,19 @@ class AttnFwdSm90Config:
         """Shared memory of all tiles, which is where the barriers begin."""
         queries = self.tile_m * self.Q_STAGES * self.TILE_D
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
-        # fp32 [4, 128], which is larger than an array of barriers and hence before them
-        gates = 2048 if self.GATED else 0
-        return self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV + gates
+        tiles = self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV
+        # smaller than the others, larger than an array of barriers: the last of them
+        return tiles + self.gate_bytes
+
+    @property
+    def gate_stages(self) -> int:
+        """Stages of the gate's scores; see `forward_producer.copy_keys`."""
+        return 2 * self.STAGES
+
+    @property
+    def gate_bytes(self) -> int:
+        """Shared memory of the gate's scores."""
+        return 4 * self.gate_stages * self.TILE_N if self.GATED else 0
 
     @property
     def element_bytes(self) -> int:

@@ -92,15 +92,13 @@ from .forward_producer import (
 )
 from .forward_scores import (
     Alibi,
-    GateTiles,
     Queries,
     TileBounds,
     add_key_terms,
-    await_gates,
+    gate_margin,
     gated,
     mask_band,
     mask_scores,
-    request_gates,
     row_bias,
     tile_gate,
 )
@@ -149,7 +147,7 @@ class ConsumerArgs(NamedTuple):
     gates: Any
     """`KeyGates`, or None."""
     u_tiles: Any
-    """fp32 [4, 128]: for each consumer, the gate's scores of two KV tiles; None without gates."""
+    """fp32 [stages, keys]: the gate's scores of KV tiles; None without gates."""
 
 
 class SplitTail(NamedTuple):
@@ -195,20 +193,19 @@ def attend_first_tile(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
     stage, phase = ring_place(step, CFG.STAGES)
-    request_gates(queries, kv_tile, CFG)
     await_stage(stages, stage, phase, FULL_K, CFG)
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
     ping_pong_wait(GROUP, CFG)
     scores = start_scores(queries.q, k, no_scores)
     ping_pong_pass(GROUP, CFG)
-    margin = await_gates(queries, kv_tile, CFG)
+    margin = gate_margin(queries, step, CFG)
     s = cap(warpgroup_mma_wait(0, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
-    s = add_key_terms(s, margin, queries, kv_tile, CFG)
+    s = add_key_terms(s, margin, queries, kv_tile, step, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     m_log2, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
-    weights = gated(weights_of(s, score.factor, shift), margin, queries, kv_tile, CFG)
+    weights = gated(weights_of(s, score.factor, shift), margin, queries, step, CFG)
     row_sum = add_parts(row_sum, rescale, weights)
     if CFG.HALF_TILES:
         o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
@@ -256,10 +253,10 @@ def attend_tile(
     v = kv_slices(stages.v, last_stage, CFG.dv_slices, CFG.TILE_N, 0)
     products = start_outputs(p, v, acc)
     ping_pong_pass(GROUP, CFG)
-    margin = await_gates(queries, kv_tile, CFG)
+    margin = gate_margin(queries, step, CFG)
     s = cap(warpgroup_mma_wait(CFG.dv_slices, deps=(scores,)), score.inverse_cap)
     free_stage(stages, stage, EMPTY_K, CFG)
-    s = add_key_terms(s, margin, queries, kv_tile, CFG)
+    s = add_key_terms(s, margin, queries, kv_tile, step, CFG)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
@@ -272,7 +269,7 @@ def attend_tile(
     acc = ()
     for i in gl.static_range(len(products)):
         acc = acc + (scale_rows(products[i], factor, raised),)  # noqa: RUF005
-    weights = gated(weights_of(s, score.factor, shift), margin, queries, kv_tile, CFG)
+    weights = gated(weights_of(s, score.factor, shift), margin, queries, step, CFG)
     row_sum = add_parts(row_sum, rescale, weights)
     p = gl.convert_layout(weights.to(p.dtype), p_layout)
     return step, m_new, row_sum, acc, p
@@ -474,8 +471,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             unit = LOG2_E / score.factor
             bias = row_bias(consume.bias, batch, q_head, q_index, q_len, unit)
         if consume.gates is not None:
-            u_tiles = GateTiles(consume.u_tiles, 2 * GROUP)
-            gate = tile_gate(consume.gates, batch, q_head, q_index, q_len, kv_tiles, u_tiles)
+            gate = tile_gate(consume.gates, batch, q_head, q_index, q_len, consume.u_tiles)
         queries = Queries(
             q, visit, masked_tiles, q_index, q_start, bounds, score, None, alibi, bias, gate
         )
@@ -646,11 +642,11 @@ def _attn_fwd_sm90_kernel(
     u_tiles = None
     if CFG.GATED:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        u_tiles = gl.allocate_shared_memory(gl.float32, [4, 128], plain)
+        u_tiles = gl.allocate_shared_memory(gl.float32, [CFG.gate_stages, tile_n], plain)
     fence_async_shared()
 
     schedule = Schedule(workspace.order, num_batch_heads, raster_group, dynamic, tail_share)
-    produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule)
+    produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule, gates)
     tail = SplitTail(workspace.parts, workspace.counters)
     consume = ConsumerArgs(
         out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem, tail, slopes, bias, gates,

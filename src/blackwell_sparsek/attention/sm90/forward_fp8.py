@@ -425,7 +425,7 @@ def _attn_fwd_fp8_sm90_kernel(
     fence_async_shared()
 
     schedule = Schedule(workspace.order, num_batch_heads, raster_group, dynamic, 0)
-    produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule)
+    produce = ProducerArgs(q_desc, k_desc, v_desc, workspace.counters, schedule, None)
     consume = Fp8ConsumerArgs(
         *(out_desc, lse_ptr, lse_head_stride, sinks_ptr, score, out_smem),
         HeadScales(q_scale_ptr, q_scale_batch, q_scale_head, q_scale_block),

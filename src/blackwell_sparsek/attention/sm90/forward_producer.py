@@ -13,8 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from ...device.gates import gate_row
 from ...device.gluon.compat import async_load
+from ...device.gluon.memory import copy_to_shared
 from ...device.gluon.pipeline import claim, publish, take, tile_at, tile_place
+from ...device.gluon.warps import shared_address
 from ...device.masks import kv_range, kv_range_of_all
 from ...device.records import Span, VisitPlan
 from ...device.schedule import (
@@ -81,6 +84,8 @@ class ProducerArgs(NamedTuple):
     v_desc: Any
     counters: Any
     schedule: Any
+    gates: Any
+    """`KeyGates`, or None."""
 
 
 class ForwardShared(NamedTuple):
@@ -353,10 +358,12 @@ def copy_tile(
     SLICES: gl.constexpr,
     CFG: gl.constexpr,
     TURNED: gl.constexpr = False,
+    MORE_BYTES: gl.constexpr = 0,
 ):
     """Start the copies of one KV tile into a ring, once its stage is free.
 
-    TURNED: keys are the columns of a tile, as values in fp8 have to be.
+    TURNED: keys are the columns of a tile, as values in fp8 have to be. MORE_BYTES arrive at the
+    barrier by copies that the caller starts.
     """
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
@@ -370,7 +377,7 @@ def copy_tile(
     for i in gl.static_range(SLICES * buffers):
         tiles = tiles + (ring.tiles.index(stage * (SLICES * buffers) + i),)  # noqa: RUF005
     mbarrier.wait(ring.empty.index(stage), ((step // CFG.STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, SLICES * buffers * parts * desc.block_type.nbytes)
+    mbarrier.expect(bar, SLICES * buffers * parts * desc.block_type.nbytes + MORE_BYTES)
     for i in gl.static_range(SLICES * buffers):
         tile = tiles[i]
         for part in gl.static_range(parts):
@@ -382,6 +389,30 @@ def copy_tile(
             else:
                 rows = tile.slice(part * part_rows, part_rows, dim=0)
                 async_load(desc, tile_at(place, starts[part], i * width), bar, rows)
+
+
+@gluon.jit
+def copy_keys(produce, shared, step, starts, place, u, CFG: gl.constexpr):
+    """Start the copies of a tile of keys, and of the gate's scores `u` of them if there are any.
+
+    The scores have twice as many stages: consumers free the keys of a tile before they have read
+    its scores for the last time, and those of the tile STAGES later only after that.
+    """
+    bytes_of_gates: gl.constexpr = 4 * CFG.TILE_N if CFG.GATED else 0
+    copy_tile(
+        *(produce.k_desc, shared.k_ring, step, starts, place),
+        *(CFG.d_slices, CFG, False, bytes_of_gates),
+    )
+    if CFG.GATED:
+        parts: gl.constexpr = CFG.parts
+        part_bytes: gl.constexpr = 4 * CFG.part_rows
+        barrier = shared_address(CFG.tile_bytes) + step % CFG.STAGES * 8
+        tile = shared_address(CFG.tile_bytes - CFG.gate_bytes)
+        tile += step % CFG.gate_stages * bytes_of_gates
+        for part in gl.static_range(parts):
+            # a tile with no block left begins past the keys, which may be anywhere
+            aligned = starts[part] // 4 * 4
+            copy_to_shared(tile + part * part_bytes, u + aligned, part_bytes, barrier)
 
 
 @gluon.jit
@@ -651,7 +682,7 @@ def find_work(produce, shared, begun, CFG: gl.constexpr):
 @gluon.jit
 def produce_scheduled(produce, shared, begun, CFG: gl.constexpr):
     """Role of the producer warp beside a scheduler warp, whose work tiles it takes."""
-    k_desc, v_desc, k_ring, v_ring = produce.k_desc, produce.v_desc, shared.k_ring, shared.v_ring
+    v_desc, v_ring = produce.v_desc, shared.v_ring
     lengths, heads, cu_seqlens = shared.lengths, shared.heads, shared.cu_seqlens
     step = 0
     slot = 0
@@ -664,13 +695,16 @@ def produce_scheduled(produce, shared, begun, CFG: gl.constexpr):
         copy_queries(produce.q_desc, shared.q_ring, slot, tile.q_tile, q_place, CFG)
         visit = Visit(shared.mask.lists, tile.plan, num_masked_blocks(tile.plan), lengths.kv)
         _, end_tile = count_tiles(tile.plan, CFG)
+        u = None
+        if CFG.GATED:
+            u = gate_row(produce.gates, batch, q_head).u
         if end_tile > 0:
             # consumers are done with the keys of a tile before they are with the values before it
             starts = tile_starts(visit, 0, CFG)
-            copy_tile(k_desc, k_ring, step, starts, kv_place, CFG.d_slices, CFG)
+            copy_keys(produce, shared, step, starts, kv_place, u, CFG)
             for kv_tile in range(1, end_tile):
                 after = tile_starts(visit, kv_tile, CFG)
-                copy_tile(k_desc, k_ring, step + 1, after, kv_place, CFG.d_slices, CFG)
+                copy_keys(produce, shared, step + 1, after, kv_place, u, CFG)
                 copy_tile(v_desc, v_ring, step, starts, kv_place, CFG.dv_slices, CFG, CFG.FP8)
                 starts = after
                 step += 1

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from ...device.gates import gate_row, gate_weights, load_gate_terms
-from ...device.gluon.compat import thread_barrier
 from ...device.gluon.row_parts import keep_columns
-from ...device.masks import bit_visible, exists, within_bounds
+from ...device.masks import bit_visible, within_bounds
 from ...device.scores import bias_of_head
 from ...device.visits import bits_of_tile, keys_of_tile, masked_block, tile_ordinal
 from .forward_producer import dense_tile, tile_starts
@@ -67,22 +65,12 @@ class RowBias(NamedTuple):
 
 
 class TileGate(NamedTuple):
-    """Scores of keys, and thresholds of a consumer's queries."""
+    """Thresholds of a consumer's queries, and scores of keys."""
 
-    u: Any
-    """Where the scores of the keys of this head lie, in fp32."""
     tau: Any
     highest_tau: Any
-    kv_tiles: Any
     u_tiles: Any
-    """`GateTiles`"""
-
-
-class GateTiles(NamedTuple):
-    """fp32 [4, 128] in shared memory: two rows for each consumer, for the keys of two tiles."""
-
-    tiles: Any
-    first: Any
+    """fp32 [stages, keys] in shared memory: scores of the keys of tiles, by their step."""
 
 
 # What biases, ALiBi and gates add to the scores of a KV tile.
@@ -100,13 +88,13 @@ def of_keys(firsts, columns, CFG: gl.constexpr):
 
 
 @gluon.jit
-def tile_gate(gates, batch, q_head, q_index, q_len, kv_tiles, u_tiles):
+def tile_gate(gates, batch, q_head, q_index, q_len, u_tiles):
     """The `TileGate` of the queries `q_index`."""
     row = gate_row(gates, batch, q_head)
     # queries past the last one must not count as thresholds
     tau = load_gate_terms(row.tau, q_index, q_len, -float("inf"))
     highest = gl.max(gl.where(tau == tau, tau, float("inf")), 0)
-    return TileGate(row.u, tau, highest, kv_tiles, u_tiles)
+    return TileGate(tau, highest, u_tiles)
 
 
 @gluon.jit
@@ -139,55 +127,35 @@ def load_bias(queries, kv_tile, CFG: gl.constexpr):
 
 
 @gluon.jit
-def request_gates(queries, kv_tile, CFG: gl.constexpr):
-    """Start copying the gate's scores of the keys of a tile to shared memory, if there are any."""
-    if queries.gate is not None:
-        tile_n: gl.constexpr = CFG.TILE_N
-        columns = gl.arange(0, tile_n, gl.BlockedLayout([1], [32], [4], [0]))
-        kv_pos = of_keys(tile_starts(queries.visit, kv_tile, CFG), columns, CFG)
-        there = exists(kv_pos, queries.visit.kv_len)
-        tile = gate_tile(queries, kv_tile, CFG)
-        async_copy.async_copy_global_to_shared(tile, queries.gate.u + kv_pos, mask=there)
-        async_copy.commit_group()
+def gate_tile(queries, step, CFG: gl.constexpr):
+    """The gate's scores of the keys of the tile at `step`, in shared memory."""
+    return queries.gate.u_tiles.index(step % CFG.gate_stages)
 
 
 @gluon.jit
-def await_gates(queries, kv_tile, CFG: gl.constexpr):
-    """Wait for the gate's scores of a tile, and request those of the next one.
+def gate_margin(queries, step, CFG: gl.constexpr):
+    """By how much the lowest score of a tile is above the highest threshold; None without gates.
 
-    Returns by how much the lowest of them is above the highest threshold, or None without gates. It
-    is 1 or more where every weight is 1, and -inf or NaN where something is not finite.
+    Every weight is 1 if it is 1 or more. It is -inf or NaN where something is not finite.
     """
     margin = None
     if queries.gate is not None:
-        async_copy.wait_group(0)
-        # the copies of all threads; and nobody reads the scores of the tile before any more
-        thread_barrier()
+        # every warp has all keys: minima are found without a barrier
         warps: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-        every_warp: gl.constexpr = gl.SliceLayout(0, warps)
-        u = gate_tile(queries, kv_tile, CFG).load(every_warp)
+        u = gate_tile(queries, step, CFG).load(gl.SliceLayout(0, warps))
         margin = gl.min(gl.where(u == u, u, -float("inf")), 0) - queries.gate.highest_tau
-        if kv_tile + 1 < queries.gate.kv_tiles:
-            request_gates(queries, kv_tile + 1, CFG)
     return margin
 
 
 @gluon.jit
-def gate_tile(queries, kv_tile, CFG: gl.constexpr):
-    """Where the gate's scores of the keys of a tile lie in shared memory."""
-    tiles, first = queries.gate.u_tiles
-    return tiles.index(first + kv_tile % 2).slice(0, CFG.TILE_N, dim=0)
-
-
-@gluon.jit
-def gate_scores(queries, kv_tile, CFG: gl.constexpr):
+def gate_scores(queries, step, CFG: gl.constexpr):
     """The gate's scores of the keys of a tile, [1, keys]."""
     keys: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
-    return gate_tile(queries, kv_tile, CFG).load(keys)[None, :]
+    return gate_tile(queries, step, CFG).load(keys)[None, :]
 
 
 @gluon.jit
-def add_key_terms(s, margin, queries, kv_tile, CFG: gl.constexpr):
+def add_key_terms(s, margin, queries, kv_tile, step, CFG: gl.constexpr):
     """Scores with a bias, less slopes times distances, and -inf where a gate hides a key."""
     if queries.bias is not None:
         s = s + load_bias(queries, kv_tile, CFG).to(gl.float32) * queries.bias.unit
@@ -198,21 +166,21 @@ def add_key_terms(s, margin, queries, kv_tile, CFG: gl.constexpr):
         distance = gl.abs(queries.alibi.q_pos[:, None] - kv_pos.to(gl.float32)[None, :])
         s = s - queries.alibi.slope * distance
     if queries.gate is not None:  # noqa: SIM102
-        if not (margin >= 1.0):
-            hidden = gate_scores(queries, kv_tile, CFG) <= queries.gate.tau[:, None]
+        if not (margin > 0.0):
+            hidden = gate_scores(queries, step, CFG) <= queries.gate.tau[:, None]
             s = gl.where(hidden, -float("inf"), s)
     return s
 
 
 @gluon.jit
-def gated(weights, margin, queries, kv_tile, CFG: gl.constexpr):
+def gated(weights, margin, queries, step, CFG: gl.constexpr):
     """Weights of a tile, times those that gates give its keys.
 
     The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
     """
     if queries.gate is not None:  # noqa: SIM102
         if not (margin >= 1.0):
-            u, tau = gate_scores(queries, kv_tile, CFG), queries.gate.tau[:, None]
+            u, tau = gate_scores(queries, step, CFG), queries.gate.tau[:, None]
             if margin > -float("inf"):
                 weights = weights * clipped_difference(u, tau)
             else:

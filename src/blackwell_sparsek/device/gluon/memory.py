@@ -109,6 +109,19 @@ def store_vectors(ptr, x):
 
 
 @gluon.jit
+def copy_to_shared(address, ptr, nbytes, barrier):
+    """Start copying `nbytes` to an address in shared memory; the barrier there counts them.
+
+    All but the barrier are multiples of 16 bytes. For a role of one warp.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; elect.sync _|p, -1; mov.b32 $0, 0; @p "
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1], [$2], $3, [$4]; }",
+        *("=r,r,l,r,r,~{memory}", [address, ptr.to(gl.int64), nbytes, barrier], gl.int32, False, 1),
+    )
+
+
+@gluon.jit
 def bring_to_l2(address, nbytes):
     """Prefetch `nbytes`, a multiple of 16, into the L2 from each address that is not 0.
 
