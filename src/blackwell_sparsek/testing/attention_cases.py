@@ -210,10 +210,11 @@ def check_attention(
     v: torch.Tensor,
     spec: AttnSpec,
     what: str = "",
+    factor: float = 2.0,
 ) -> None:
-    """Compare a result with the oracle under the error budget."""
+    """Compare a result with the oracle under the error budget; `factor` is that of the output."""
     exact, exact_lse = oracle(q.double(), k.double(), v.double(), spec)
     plain, _ = oracle(q, k, v, spec, precision=q.dtype)
     _, plain_lse = oracle(q.float(), k.float(), v.float(), spec, precision=torch.float32)
-    assert_within_budget(out, exact, plain, what=f"{what} out")
+    assert_within_budget(out, exact, plain, what=f"{what} out", factor=factor)
     assert_lse_within_budget(lse, exact_lse, plain_lse, what=f"{what} lse")
