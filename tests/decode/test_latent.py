@@ -139,9 +139,9 @@ def test_places_in_shared_memory(paired, block_kv):
 )  # fmt: skip
 def test_pairs_take_an_even_number_of_head_tiles_and_many_keys(heads, q_len, paired):
     case = dataclasses.replace(MLA, heads=(heads, 1), q_len=q_len)
-    problem = dataclasses.replace(case.build("cpu").problem, arch=H200, batch=64, capacity=16383)
+    problem = dataclasses.replace(case.build("cpu").problem, arch=H200, batch=64, capacity=8191)
     assert not latent_launch(problem).config.PAIRED
-    problem = dataclasses.replace(problem, capacity=16384)
+    problem = dataclasses.replace(problem, capacity=8192)
     config, programs = latent_launch(problem)
     assert config.PAIRED is paired and programs == 132
     odd_machine = dataclasses.replace(problem, arch=dataclasses.replace(H200, num_sms=131))

@@ -18,21 +18,12 @@ BRAIN, HALF = torch.bfloat16, torch.float16
 MLA = DecodeCase(2, BRAIN, heads=(128, 1), head_dims=(576, 512), latent=True)
 
 
-@pytest.fixture(params=["alone", "paired", "early"])
+@pytest.fixture(params=["alone", "paired"])
 def paired(request, monkeypatch):
     """Programs in pairs where the number of head tiles is even, however few the keys; or alone."""
-    paired = request.param != "alone"
+    paired = request.param == "paired"
     monkeypatch.setattr(tuning, "PAIRED_SLOTS", 0 if paired else 2**31)
-    if request.param == "early":
-        monkeypatch.setattr(sm90_latent, "latent_launch", early_launch)
     return paired
-
-
-def early_launch(problem):
-    """The launch of a problem, with early scores where programs are paired."""
-    made = tuning.latent_launch(problem)
-    config = dataclasses.replace(made.config, EARLY_SCORES=made.config.PAIRED)
-    return made._replace(config=config)
 
 
 def run(call):

@@ -1,9 +1,8 @@
 """Who waits for which half of a tile over a latent cache, with roles that run at any speed.
 
-A model of `sm90_producer._take_turn` and of both orders of `sm90_latent_tiles`: two stages, whose
-halves have barriers of their own. The producer copies in the turns of `LatentConfig`, and a copy
-arrives some time after it was started. PAIRED is modelled by one program: what its partner adds,
-more arrivals at the same barriers, only keeps halves from being filled again.
+A model of `sm90_producer._take_turn` and of `multiply_in_turns`, for programs that work alone: two
+stages, whose halves have barriers of their own. The producer copies in the turns of `LatentConfig`,
+and a copy arrives some time after it was started. Programs in pairs are in `test_latent_pairs.py`.
 """
 
 import random
@@ -27,16 +26,15 @@ class Program:
     own.
     """
 
-    def __init__(self, work, paired, awaited=None):
+    def __init__(self, work, awaited=None):
         self.work, self.awaited = work, awaited
-        self.config = LatentConfig(64, None, 64, PAIRED=paired)
+        self.config = LatentConfig(64, None, 64)
         self.full, self.empty = ([Barrier(1) for _ in range(STAGES * PARTS)] for _ in range(2))
         self.held, self.notes = [None] * (STAGES * PARTS), [None] * STAGES
         self.flying = []
         self.queries = Barrier(2)
         self.given, self.free = Barrier(1), Barrier(2)
-        self.even_state, self.odd_weights, self.even_weights = (Barrier(1) for _ in range(3))
-        self.weights = {}
+        self.weights = None
         self.scored, self.added = [], {0: [], 1: []}
 
     def produce(self):
@@ -97,33 +95,29 @@ class Program:
         self.empty[step % STAGES * PARTS + group].arrive()
 
     def consume(self, group):
-        step = pairs = 0
+        step = 0
         for split, tiles in enumerate(self.work):
             self.queries.arrive()
             yield from wait(self.queries, split & 1)
-            own = self.own_first if self.config.PAIRED else self.in_turns
             for even in range(0, tiles, 2):
-                yield from own(group, split, even, even + 1 < tiles, step, pairs)
+                yield from self.in_turns(group, split, even, even + 1 < tiles, step)
                 step += 2 if even + 1 < tiles else 1
-                pairs += 1
-
-    # `multiply_in_turns`
 
     def hand_over(self, step, tile):
         yield from wait(self.free, (step & 1) ^ 1)
-        self.weights["turn"] = tile
+        self.weights = tile
         self.given.arrive()
 
     def values(self, step, tile, group):
         yield from wait(self.given, step & 1)
-        assert self.weights["turn"] == tile
+        assert self.weights == tile
         self.read_notes(step, tile)
         yield from self.add(step, tile, group)
-        assert self.weights["turn"] == tile
+        assert self.weights == tile
         self.free.arrive()
         self.release(step, group)
 
-    def in_turns(self, group, split, even, has_odd, step, pairs):
+    def in_turns(self, group, split, even, has_odd, step):
         tile, odd = (split, even), (split, even + 1)
         if group == 0:
             yield from self.score(step, tile)
@@ -140,55 +134,6 @@ class Program:
         if has_odd:
             yield from self.hand_over(step + 1, odd)
             yield from self.values(step + 1, odd, group)
-
-    # `multiply_own_first`
-
-    def own_first(self, group, split, even, has_odd, step, pairs):
-        tile, odd = (split, even), (split, even + 1)
-        if not has_odd:
-            yield from self.last_alone(group, tile, step, pairs)
-        elif group == 0:
-            yield from self.score(step, tile)
-            self.even_state.arrive()
-            yield from wait(self.odd_weights, (step - pairs) & 1)
-            self.weights["even"] = tile
-            self.even_weights.arrive()
-            yield from self.add(step, tile, group)
-            self.release(step, group)
-            yield from self.await_half(step + 1, group)
-            self.read_notes(step + 1, odd)
-            assert self.weights["odd"] == odd
-            yield from self.add(step + 1, odd, group)
-            assert self.weights["odd"] == odd
-            self.release(step + 1, group)
-        else:
-            yield from self.score(step + 1, odd)
-            yield from wait(self.even_state, pairs & 1)
-            self.weights["odd"] = odd
-            self.odd_weights.arrive()
-            yield from self.await_half(step, group)
-            yield from wait(self.even_weights, pairs & 1)
-            assert self.weights["even"] == tile
-            yield from self.add(step + 1, odd, group)
-            self.release(step + 1, group)
-            yield from self.add(step, tile, group)
-            assert self.weights["even"] == tile
-            self.release(step, group)
-
-    def last_alone(self, group, tile, step, pairs):
-        if group == 0:
-            yield from self.score(step, tile)
-            self.even_state.arrive()
-            self.weights["even"] = tile
-            self.even_weights.arrive()
-        else:
-            yield from self.await_half(step, group)
-            yield from wait(self.even_state, pairs & 1)
-            yield from wait(self.even_weights, pairs & 1)
-            assert self.weights["even"] == tile
-            self.read_notes(step, tile)
-        yield from self.add(step, tile, group)
-        self.release(step, group)
 
 
 def wait(barrier, phase):
@@ -216,7 +161,6 @@ def run(program, rng):
 
 def progress(program):
     bars = (*program.full, *program.empty, program.queries, program.given, program.free)
-    bars += (program.even_state, program.odd_weights, program.even_weights)
     return tuple((b.pending, b.phase) for b in bars), len(program.scored), len(program.flying)
 
 
@@ -224,21 +168,18 @@ def draw(rng):
     return [rng.choice([1, 1, 2, 3, 4, 7]) for _ in range(rng.randint(1, 6))]
 
 
-@pytest.mark.parametrize("paired", [False, True])
-def test_the_model_finds_a_phase_that_was_missed(paired):
+def test_the_model_finds_a_phase_that_was_missed():
     """A half that the other consumer has released may be full again: its phase comes no more."""
     ends = (
-        run(Program(draw(rng), paired, WHOLE), rng)
-        for rng in (random.Random(seed) for seed in range(100))
+        run(Program(draw(rng), WHOLE), rng) for rng in (random.Random(seed) for seed in range(100))
     )
     assert not all(ends)
 
 
-@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_consumer_adds_the_values_of_each_tile_once(paired, seed):
+def test_every_consumer_adds_the_values_of_each_tile_once(seed):
     rng = random.Random(seed)
-    program = Program(draw(rng), paired)
+    program = Program(draw(rng))
     assert run(program, rng), "a deadlock"
     tiles = [(split, tile) for split, count in enumerate(program.work) for tile in range(count)]
     assert sorted(program.scored) == tiles

@@ -19,8 +19,10 @@ copied while the other half is still in use. The producer copies to computed add
 
 With PAIRED, two programs form a cluster: they take two head tiles of the same keys, and each copies
 every other slice of a tile to both, so that a tile is read from the L2 once. Each consumer then
-multiplies its own weights first, from registers, while those of the other travel through shared
-memory. `sm90_latent_tiles.py` has both orders of the arithmetic.
+multiplies the weights of its own tile first, from registers, while those of the other travel
+through shared memory. Of row states only maxima travel with every tile; row sums are added up at
+the end of a split. `device/gluon/latent_pairs.py` has this order, `sm90_latent_tiles.py` the one of
+programs that work alone.
 
 `decode` is impl "sm90" of `bsk::attn_decode`: it leaves other caches to `sm90.py`. Limits: fp16 and
 bf16, D 576 and Dv 512, values a view of the first columns of the keys, pages and listed blocks of a
@@ -58,15 +60,7 @@ from .sm90 import (
     write_record,
     write_rows,
 )
-from .sm90_latent_tiles import (
-    Exchange,
-    Handover,
-    KeysOfSplit,
-    masked_tile,
-    multiply_in_turns,
-    multiply_own_first,
-    row_states,
-)
+from .sm90_latent_tiles import Handover, KeysOfSplit, masked_tile, multiply_in_turns
 from .sm90_producer import (
     SPLIT_FIELDS,
     KVRing,
@@ -169,22 +163,18 @@ def _consume(consume, shared, q_smem, handover, GROUP: gl.constexpr, CFG: gl.con
         if CFG.COMBINED and GROUP == 0:
             write_record(consume, split, begins, ends, heads.kv * q_tiles, program)
         mbarrier.wait(handover.queries, number & 1)
-        if CFG.EARLY_SCORES:
-            wrong = 0
+        if CFG.PAIRED:
             step, pairs, acc, state = multiply_own_tiles_first(
                 q_smem, handover, shared, consume.score, seen, split.kv_tile,
                 split.kv_end - split.kv_tile, step, pairs, number, masked_tile, GROUP, CFG,
             )  # fmt: skip
-        elif CFG.PAIRED:
-            step, pairs, acc, state, wrong = multiply_own_first(
-                q_smem, handover, shared, consume.score, seen, split, step, pairs, GROUP, CFG
-            )
         else:
             step, acc, state, wrong = multiply_in_turns(
                 q_smem, handover, shared, consume.score, seen, split, step, GROUP, CFG
             )
         sum_out = gl.convert_layout(state.row_sum, out_rows)
-        if CFG.scattered and not CFG.EARLY_SCORES:
+        # PAIRED: sums are NaN already, by what `masked_tile` adds to them
+        if CFG.scattered and not CFG.PAIRED:
             sum_out = gl.where(wrong != 0, float("nan"), sum_out)
         m_out = gl.convert_layout(state.m_log2, out_rows)
         work = HeadTile(split.sequence, split.kv_len, kv_head)
@@ -286,14 +276,8 @@ def _attn_decode_latent_kernel(
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)
     ring = _latent_ring(cache_desc, CFG)
-    if CFG.EARLY_SCORES:
+    if CFG.PAIRED:
         handover = pair_exchange(p_smem, CFG)
-    elif CFG.PAIRED:
-        handover = Exchange(
-            *(p_smem, row_states(CFG), row_states(CFG)),
-            *(barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 1).index(0)),
-            barriers(1, 2).index(0),
-        )
     else:
         states = gl.allocate_shared_memory(gl.float32, [3, num], plain)
         handover = Handover(

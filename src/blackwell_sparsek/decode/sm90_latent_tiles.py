@@ -3,8 +3,8 @@
 
 Two consumers process the tiles of a split in pairs. Each computes the scores of every other tile
 and sums half of the columns of the values, so they pass weights and row states to each other.
-`multiply_in_turns` and `multiply_own_first` differ in how they do that, as does
-`multiply_own_tiles_first` of `device/gluon/latent_pairs.py`; `sm90_latent.py` calls them.
+`multiply_in_turns` is the order of programs that work alone. Paired ones take that of
+`device/gluon/latent_pairs.py`, with the scores of `masked_tile`; `sm90_latent.py` calls both.
 
 No wait can miss its phase. A barrier tells a phase from the next one only, so nobody may wait for a
 half of a stage that can be released, copied again and full again before it looks:
@@ -14,7 +14,7 @@ half of a stage that can be released, copied again and full again before it look
 - The consumer without the scores may get the weights late, when the other one has released its half
   and the producer has filled that again. So it waits for its own half alone.
 
-`tests/decode/test_latent_protocol.py` runs both orders at any speed of the roles.
+`tests/decode/test_latent_protocol.py` runs `multiply_in_turns` at any speed of the roles.
 """
 
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..device.gluon.compat import EARLY_DESCRIPTORS, placed
-from ..device.gluon.latent import add_other, add_own, await_half, await_part, release, rescaled
+from ..device.gluon.latent import await_half, await_part, release
 from ..device.gluon.latent_pairs import NotedScores
 from ..device.gluon.partials import columns_of
 from ..device.gluon.pipeline import drop_dead_values
 from ..device.records import SoftmaxState
 from ..device.scores import cap
-from ..device.softmax import init_state, raise_maximum, weigh, weigh_below
+from ..device.softmax import init_state, weigh
 from .sm90 import mask_scores
 
 
@@ -47,36 +47,6 @@ class Handover(NamedTuple):
     """fp32 [3, ROWS]: maximum, sum, and the factor that rescales what came before."""
     full: Any
     free: Any
-    queries: Any
-    """Barrier: both consumers have written their part of the queries."""
-
-
-class RowStates(NamedTuple):
-    """Where the state of rows is handed over; fp32 [ROWS] each.
-
-    Triton puts a barrier between two accesses of one allocation, so each field has its own.
-    """
-
-    m_log2: Any
-    row_sum: Any
-
-
-class Exchange(NamedTuple):
-    """What the consumers pass to each other with PAIRED.
-
-    Each barrier also signals that its consumer has read what it received before, so no further
-    barriers are needed: a consumer waits for the other's barrier before it writes again.
-    """
-
-    p: Any
-    """Weights of odd tiles; those of even ones overwrite the last columns of their keys."""
-    even: Any
-    """`RowStates` after an even tile, and after an odd one."""
-    odd: Any
-    even_state: Any
-    odd_weights: Any
-    """Barrier: weights and state of an odd tile are ready."""
-    even_weights: Any
     queries: Any
     """Barrier: both consumers have written their part of the queries."""
 
@@ -304,166 +274,3 @@ def multiply_in_turns(
             acc = _end_values(product, handover, ring, step, GROUP, CFG)
         step += 1
     return step, acc, state, wrong
-
-
-@gluon.jit
-def row_states(CFG: gl.constexpr):
-    """Allocate `RowStates`."""
-    rows: gl.constexpr = CFG.ROWS
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return RowStates(
-        gl.allocate_shared_memory(gl.float32, [rows], plain),
-        gl.allocate_shared_memory(gl.float32, [rows], plain),
-    )
-
-
-@gluon.jit
-def _write_state(states, state):
-    """Write a `SoftmaxState` for the other consumer."""
-    states.m_log2.store(state.m_log2)
-    states.row_sum.store(state.row_sum)
-
-
-@gluon.jit
-def _read_state(states, before, CFG: gl.constexpr):
-    """A `SoftmaxState` of the other consumer, and the factor of sums from `before` it."""
-    layout: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
-    state = SoftmaxState(states.m_log2.load(layout), states.row_sum.load(layout))
-    # as the other consumer computed it: its maximum is the larger one
-    _, _, rescale = raise_maximum(before.m_log2, state.m_log2, 1.0)
-    return state, rescale
-
-
-@gluon.jit
-def _give_even_weights(exchange, ring, step, p, CFG: gl.constexpr):
-    """Give the weights of an even tile to the other consumer, in place of its last key columns."""
-    weights = ring.k.index(step % CFG.STAGES)
-    weights.store(p.to(weights.dtype))
-    fence_async_shared()
-    mbarrier.arrive(exchange.even_weights, count=1)
-
-
-@gluon.jit
-def _weigh_even(queries, exchange, shared, score, seen, tile, step, state, CFG: gl.constexpr):
-    """Weights of an even tile, its new `SoftmaxState`, the factor of older sums, and `wrong`."""
-    kv_start = tile * CFG.TILE_N
-    s, wrong, cut = _start_scores(queries, shared, step, kv_start, seen, CFG)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    p, state, rescale = _weigh_tile(s, state, shared, step, kv_start, seen, score, CFG)
-    _write_state(exchange.even, state)
-    if cut:
-        _clear_unseen(shared, step, kv_start, seen, CFG)
-    fence_async_shared()
-    mbarrier.arrive(exchange.even_state, count=1)
-    return p, state, rescale, wrong
-
-
-@gluon.jit
-def _even_of_pair(
-    queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG: gl.constexpr
-):
-    """The first consumer's part of a pair of tiles: O = s1 (s0 O + P0 V0) + P1 V1."""
-    ring = shared.ring
-    p, state, rescale, _ = _weigh_even(
-        queries, exchange, shared, score, seen, tile, step, state, CFG
-    )
-    product = add_own(p, ring, step, rescaled(acc, rescale, CFG), 0, CFG)
-    mbarrier.wait(exchange.odd_weights, (step - pairs) & 1)
-    state, rescale = _read_state(exchange.odd, state, CFG)
-    # the other adds these weights after those of the odd tile
-    _give_even_weights(exchange, ring, step, p * rescale[:, None], CFG)
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    release(ring, step, 0, CFG)
-    await_half(ring, step + 1, 0, CFG)
-    wrong = _noted_wrong(shared, step + 1, CFG)
-    product = add_other(exchange.p, ring, step + 1, rescaled(acc, rescale, CFG), 0, CFG)
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    release(ring, step + 1, 0, CFG)
-    return acc, state, wrong
-
-
-@gluon.jit
-def _odd_of_pair(
-    queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG: gl.constexpr
-):
-    """The second consumer's part of a pair of tiles: O = s1 s0 O + P1 V1 + (s1 P0) V0."""
-    ring = shared.ring
-    kv_start = (tile + 1) * CFG.TILE_N
-    s, wrong, cut = _start_scores(queries, shared, step + 1, kv_start, seen, CFG)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    s = _mask_tile(s, shared, step + 1, kv_start, seen, score, CFG)
-    top = gl.max(s, 1)
-    if cut:
-        _clear_unseen(shared, step + 1, kv_start, seen, CFG)
-    mbarrier.wait(exchange.even_state, pairs & 1)
-    even, even_rescale = _read_state(exchange.even, state, CFG)
-    m_log2, p, rescale = weigh_below(even.m_log2, top, s, seen.factor)
-    state = SoftmaxState(m_log2, even.row_sum * rescale + gl.sum(p, 1))
-    exchange.p.store(p.to(exchange.p.dtype))
-    _write_state(exchange.odd, state)
-    fence_async_shared()
-    mbarrier.arrive(exchange.odd_weights, count=1)
-    acc = rescaled(acc, even_rescale * rescale, CFG)
-    product = add_own(p, ring, step + 1, acc, 1, CFG)
-    await_half(ring, step, 1, CFG)
-    mbarrier.wait(exchange.even_weights, pairs & 1)
-    weights = ring.k.index(step % CFG.STAGES)
-    product = add_other(weights, ring, step, product, 1, CFG)
-    acc = warpgroup_mma_wait(1, deps=(product,))
-    release(ring, step + 1, 1, CFG)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(ring, step, 1, CFG)
-    return acc, state, wrong
-
-
-@gluon.jit
-def multiply_own_first(
-    queries, exchange, shared, score, seen, split, step, pairs, GROUP: gl.constexpr,
-    CFG: gl.constexpr,
-):  # fmt: skip
-    """As `multiply_in_turns`, but each consumer first adds the values with its own weights.
-
-    Both start the scores of a pair at the same time. Neither needs the other's weights until it has
-    added its own; the second consumer needs the row states of the first, though. `pairs` counts
-    even tiles so far, so `step - pairs` counts odd ones.
-    """
-    ring = shared.ring
-    num: gl.constexpr = CFG.ROWS
-    half: gl.constexpr = CFG.half
-    score_rows: gl.constexpr = gl.SliceLayout(1, CFG.scores_layout())
-    state = SoftmaxState(*init_state(gl.arange(0, num, score_rows)))
-    acc = gl.zeros([num, half], gl.float32, CFG.accumulator_layout())
-    wrong = step - step
-    tile = split.kv_tile
-    for _pair in range((split.kv_end - split.kv_tile) // 2):
-        if GROUP == 0:
-            acc, state, wrong = _even_of_pair(
-                queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG
-            )
-        else:
-            acc, state, wrong = _odd_of_pair(
-                queries, exchange, shared, score, seen, tile, step, pairs, acc, state, CFG
-            )
-        tile += 2
-        step += 2
-        pairs += 1
-    if tile < split.kv_end:
-        if GROUP == 0:
-            p, state, rescale, wrong = _weigh_even(
-                queries, exchange, shared, score, seen, tile, step, state, CFG
-            )
-            _give_even_weights(exchange, ring, step, p, CFG)
-            product = add_own(p, ring, step, rescaled(acc, rescale, CFG), 0, CFG)
-        else:
-            await_half(ring, step, 1, CFG)
-            mbarrier.wait(exchange.even_state, pairs & 1)
-            state, rescale = _read_state(exchange.even, state, CFG)
-            mbarrier.wait(exchange.even_weights, pairs & 1)
-            wrong = _noted_wrong(shared, step, CFG)
-            weights = ring.k.index(step % CFG.STAGES)
-            product = add_other(weights, ring, step, rescaled(acc, rescale, CFG), 1, CFG)
-        acc = warpgroup_mma_wait(0, deps=(product,))
-        release(ring, step, GROUP, CFG)
-        step += 1
-        pairs += 1
-    return step, pairs, acc, state, wrong

@@ -311,12 +311,13 @@ def _combined(rows: int, parts: int) -> bool:
 
 # Columns of a copy by address: 128 bytes, the span of the swizzle.
 SLICE = 64
-# Cache slots over all sequences from which programs work in pairs. H200, 128 heads, microseconds
-# without and with PAIRED, at (batch, keys):
-#   (1, 8k) 27.7 and 28.0, (1, 32k) 43.0 and 46.7, (16, 8k) 92.1 and 101.7,
-#   (16, 32k) 270 and 278, (64, 8k) 265 and 262, (64, 32k) 1022 and 971.
-# With 512k slots either may win, and 2M gain 5 %.
-PAIRED_SLOTS = 2**20
+# Cache slots over all sequences from which programs work in pairs. H200, 128 heads, pages of 64,
+# CUDA graphs, microseconds alone and paired, at (batch, keys):
+#   (1, 8k) 26.8 and 28.1, (16, 8k) 95.4 and 105, (32, 8k) 167 and 173,
+#   (16, 32k) 305 and 292, (32, 16k) 310 and 300, (64, 8k) 299 and 281,
+#   (128, 8k) 664 and 596, (64, 32k) 1183 and 1039.
+# Pairs lose up to 256k slots, gain 3 to 6 % with 512k, 10 % with 1M and 12 % with 2M.
+PAIRED_SLOTS = 2**19
 # Estimated microseconds of one sequence: per KV tile, and per MB of parts, written and read again.
 TILE_US, PARTS_US = 1.5, 0.5
 
@@ -327,8 +328,9 @@ class LatentConfig(CopiedKeys):
 
     The halves of the values' columns, one for each consumer, have separate barriers, and are
     released and copied separately. PAIRED: the two programs of a cluster take two head tiles of the
-    same keys, and each copies half of the columns of a tile to both; each consumer multiplies the
-    weights that it computed itself first, then those of the other.
+    same keys, and each copies half of the columns of a tile to both. Their consumers take the order
+    of `device/gluon/latent_pairs.py`: each multiplies the weights of its own tile first, then those
+    of the other, and the first one starts the scores of the next even tile behind that product.
     """
 
     PAGE_SIZE: int | None
@@ -343,15 +345,10 @@ class LatentConfig(CopiedKeys):
     CONSUMER_REGISTERS: int = 232
     COMBINED: bool = False
     PAIRED: bool = False
-    EARLY_SCORES: bool = False
-    """With PAIRED: start the scores of a pair behind the last product of the pair before
-    (`device/gluon/latent_pairs.py`). Attention to chosen keys gained 12 % from it; not yet timed
-    here."""
 
     def __post_init__(self) -> None:
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=} {self.BLOCK_KV=}"
         assert self.rest == SLICE, f"{self.rest=}"
-        assert self.PAIRED or not self.EARLY_SCORES, f"{self=}"
 
     @property
     def GATHERED(self) -> bool:

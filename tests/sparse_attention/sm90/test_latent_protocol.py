@@ -2,7 +2,7 @@
 
 A model of `latent_producer._send_keys` and of the consumers, `device/gluon/latent_pairs.py`: two
 stages, whose halves have barriers of their own, and weights that each consumer hands to the other
-one. Every role is a generator that yields while it waits. `tests/decode/test_latent_early.py` runs
+one. Every role is a generator that yields while it waits. `tests/decode/test_latent_pairs.py` runs
 two such programs that share their copies.
 """
 
@@ -63,15 +63,14 @@ class Program:
         step = 0
         for query, tiles in enumerate(self.work):
             for even in range(0, tiles, 2):
-                for odd, part in TURNS:
+                for turn, (odd, part) in enumerate(TURNS):
                     if even + odd == tiles:
                         continue
                     now, tile = step + odd, (query, even + odd)
                     place = now % STAGES * PARTS + part
                     yield from wait(self.empty[place], (now // STAGES & 1) ^ 1)
-                    if part == 0 and thread == self.first_thread:
-                        self.notes[now % STAGES] = tile
-                        self.full[place].arrive()
+                    if thread == self.first_thread:
+                        self.write_notes(now, turn, tile)
                     for program in self.shared:
                         if part == PARTS - 1:
                             # the last columns, where weights were
@@ -80,6 +79,11 @@ class Program:
                         program.held[place][thread] = tile
                         program.full[place].arrive()
                 step += min(tiles - even, 2)
+
+    def write_notes(self, step, turn, tile):
+        if TURNS[turn][1] == 0:
+            self.notes[step % STAGES] = tile
+            self.full[step % STAGES * PARTS].arrive()
 
     def score_parts(self, step, tile, parts):
         for part in parts:

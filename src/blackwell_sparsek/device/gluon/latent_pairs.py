@@ -35,7 +35,7 @@ release that they need comes from this consumer, so they arrive.
 
 Decoding over a latent cache and attention to chosen latent keys use this order; they differ in how
 they mask scores. `tests/sparse_attention/sm90/test_latent_protocol.py` runs it at any speed of the
-roles.
+roles, and `tests/decode/test_latent_pairs.py` two programs that share their copies.
 """
 
 from typing import Any, NamedTuple

@@ -248,7 +248,6 @@ def latent_cases() -> Iterator[CompileCase]:
     for sm in (80, 89, 90):
         name = f"attn_decode/latent-pages64-sm_{sm}"
         yield launched_case(name, _launch_portable_latent, 64, sm=sm, archs=(sm,))
-    early = {"PAIRED": True, "EARLY_SCORES": True}
     for name, config, dtype, everything in (
         ("bf16", LatentConfig(None, None, 40), BRAIN, False),
         ("bf16-pages64", LatentConfig(64, None, 64), BRAIN, False),
@@ -256,8 +255,6 @@ def latent_cases() -> Iterator[CompileCase]:
         ("bf16-pages64-combined", LatentConfig(64, None, 64, COMBINED=True), BRAIN, False),
         ("bf16-pages16", LatentConfig(16, None, 64), BRAIN, False),
         ("bf16-paired", LatentConfig(None, None, 40, PAIRED=True), BRAIN, False),
-        ("bf16-early", LatentConfig(None, None, 40, **early), BRAIN, False),
-        ("fp16-pages64-lists-everything-early", LatentConfig(64, 64, 64, **early), HALF, True),
         ("fp16-pages64-lists-everything-paired", LatentConfig(64, 64, 64, PAIRED=True), HALF, True),
     ):
         yield launched_case(
