@@ -72,7 +72,9 @@ def test_products_over_columns(rows, columns, device, assembly):
     x = normal(16, columns, seed=2, dtype=torch.float16).to(device)
     out = torch.empty(rows, 16, device=device)
     _keys_kernel[(1,)](out, words, x, rows, columns)
-    assert_within_budget(out, values @ x.double().T, values.float() @ x.float().T)
+    # tensor cores truncate the running sum after every 16 products, where plain PyTorch rounds it
+    plain = values.float() @ x.float().T
+    assert_within_budget(out, values @ x.double().T, plain, roundings=columns // 16)
 
 
 @pytest.mark.parametrize("rows, columns", [(64, 128), (16, 64), (128, 32)])

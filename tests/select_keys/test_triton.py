@@ -180,11 +180,13 @@ def chunks(monkeypatch):
     monkeypatch.setattr(kernels, "launch_select_keys", one_pass)
     monkeypatch.setattr(tuning, "FEWEST_ROWS", 1)
     monkeypatch.setattr(tuning, "SHORTEST_STEP", 64)
+    # tiles of four queries, which large GPUs have, leave no room for the scores of one
+    monkeypatch.setattr(tuning, "LARGE_SHARED", 2**31)
     return seen
 
 
 def many_heads(device, dtype=torch.bfloat16, **sizes):
-    """64 index heads; tiles of two or four queries, the last of them not full."""
+    """64 index heads; tiles of two queries, the last of them not full."""
     sizes = {"batch": 1, "heads": (64, 1), "lengths": (9, 100)} | sizes
     return on(device, drawn(dtype=dtype, **sizes))
 
@@ -243,10 +245,12 @@ def test_an_indexer_of_64_heads(dtype, device):
     weights = inputs.integers(1, 64, 1500, seed=3, bound=2).to(device)
     q, k = q.to(dtype), k.to(dtype)
     options = {"weights": weights, "activation": "relu", "granularity": 1, "top_k": 2048}
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     ours = bsk.select_keys(q, k, **options, impl="triton")
-    extra = torch.cuda.max_memory_allocated() - before - ours.ids.nbytes - ours.counts.nbytes
+    # what was asked for: the allocator may hand out a megabyte more than that
+    asked = "requested_bytes.all."
+    memory = torch.cuda.memory_stats()
+    extra = memory[f"{asked}peak"] - memory[f"{asked}current"]
     assert extra <= 2 * ours.ids.nbytes
     assert torch.equal(ours.ids, bsk.select_keys(q, k, **options, impl="triton").ids)
     exact = bsk.select_keys(q, k, **options, impl="eager")

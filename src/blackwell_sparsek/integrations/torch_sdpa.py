@@ -252,7 +252,12 @@ def _install() -> _Handle:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if not has_kernel("aten::_flash_attention_forward", "CUDA"):
         raise Unsupported(f"{OP}: this build of torch has no flash attention for CUDA")
-    routes = {name: route for name, route in _ROUTES.items() if has_kernel(f"aten::{name}", "CUDA")}
+    # asked for the kernel of an operator that it does not have, torch raises
+    routes = {
+        name: route
+        for name, route in _ROUTES.items()
+        if hasattr(torch.ops.aten, name) and has_kernel(f"aten::{name}", "CUDA")
+    }
     originals = {name: torch.library.get_kernel(f"aten::{name}", "CUDA") for name in routes}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from ..masks.band import EVERYTHING, Band
 from ..masks.block_mask import BlockMask
 from ..reference.attention import attention as oracle
 from .inputs import normal
-from .tolerance import assert_lse_within_budget, assert_within_budget
+from .tolerance import assert_lse_within_budget, assert_within_budget, roundings_of_exponents
 
 _DIMS_OF_TILES = {
     64: (8, 16, 40, 64, 64),
@@ -210,11 +210,11 @@ def check_attention(
     v: torch.Tensor,
     spec: AttnSpec,
     what: str = "",
-    factor: float = 2.0,
 ) -> None:
-    """Compare a result with the oracle under the error budget; `factor` is that of the output."""
+    """Compare a result with the oracle under the error budget."""
     exact, exact_lse = oracle(q.double(), k.double(), v.double(), spec)
     plain, _ = oracle(q, k, v, spec, precision=q.dtype)
     _, plain_lse = oracle(q.float(), k.float(), v.float(), spec, precision=torch.float32)
-    assert_within_budget(out, exact, plain, what=f"{what} out", factor=factor)
+    roundings = roundings_of_exponents(out, exact_lse, spec.softcap != 0.0)
+    assert_within_budget(out, exact, plain, what=f"{what} out", roundings=roundings)
     assert_lse_within_budget(lse, exact_lse, plain_lse, what=f"{what} lse")

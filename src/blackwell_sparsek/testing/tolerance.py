@@ -81,6 +81,19 @@ def assert_within_budget(
         )
 
 
+def roundings_of_exponents(out: torch.Tensor, exact_lse: torch.Tensor, has_softcap: bool) -> float:
+    """The `roundings` of an output in fp32; 1 in other dtypes, whose own rounding is larger.
+
+    A kernel rounds a score times log2(e), and the error of an exponent is a relative error of a
+    weight: half an eps for each unit of the score, in the numerator and in the denominator. The
+    largest scores of a row are about its lse. A softcap adds the 4 ulp of `device.softmax.tanh`.
+    """
+    finite = exact_lse[exact_lse.isfinite()]
+    if out.dtype != torch.float32 or finite.numel() == 0:
+        return 1.0
+    return 1.0 + (5.0 if has_softcap else 1.0) * finite.abs().max().item()
+
+
 def assert_lse_within_budget(
     lse: torch.Tensor, exact: torch.Tensor, same_precision: torch.Tensor, *, what: str = "lse"
 ) -> None:
