@@ -211,6 +211,13 @@ def test_options(options, meaning):
     engine.check(engine.step((2, 2)), **meaning)
 
 
+def test_the_shape_of_a_cache_that_older_releases_ask_for():
+    """It is the one that newer releases hand over."""
+    shape = SparseKBackend.get_kv_cache_shape(7, BLOCK, KV_HEADS, DIM)
+    keys, values = Engine(1).impl._pages(torch.empty(shape))
+    assert keys.shape == values.shape == (7, BLOCK, KV_HEADS, DIM)
+
+
 def test_bidirectional_attention():
     engine = Engine(2)
     engine.check(engine.step((20, 13), causal=False), causal=False)

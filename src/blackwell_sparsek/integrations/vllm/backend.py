@@ -64,6 +64,17 @@ class SparseKBackend(AttentionBackend):
         """What makes the metadata of a step."""
         return SparseKMetadataBuilder
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The cache of a layer, which vLLM 0.26 asks for and newer releases know."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Up to what the kernels take."""
