@@ -161,11 +161,6 @@ class AttnProblem:
     mask_per_kv_head: bool = False
     """Whether the query heads that share a KV head share a mask."""
 
-    @property
-    def is_biased(self) -> bool:
-        """Whether something is added to the scores."""
-        return self.alibi or self.bias
-
     @classmethod
     def of(
         cls,

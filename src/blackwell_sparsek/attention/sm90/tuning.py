@@ -145,7 +145,7 @@ def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
     # TFLOP/s of D64 with one (in half tiles), two and three consumers: full 410 420 435 at 1k
     # tokens; causal 321 310 264, 385 366 365, - 407 420, - 435 490 at 1k, 2k, 4k and 16k.
     long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
-    three = dim == 64 and not (problem.softcap or problem.is_biased) and long_enough
+    three = dim == 64 and not (problem.softcap or problem.alibi or problem.bias) and long_enough
     choices = (3, 2, 1) if three else (2, 1)
     # wide heads leave a single consumer one stage of keys: only masks with rows of 64 take it
     consumers = 2 if dim > 128 else min(choices, key=lambda count: _time(problem, dim, count))
@@ -162,7 +162,7 @@ def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
 
 def with_added_scores(config: AttnFwdSm90Config, problem: "AttnProblem") -> AttnFwdSm90Config:
     """The configuration for a problem that may have ALiBi or a bias."""
-    if not problem.is_biased:
+    if not (problem.alibi or problem.bias):
         return config
     # half tiles add nothing
     config = replace(config, HALF_TILES=False)
@@ -299,7 +299,7 @@ def attn_bwd_sm90_unsupported(problem: "AttnProblem") -> str | None:
     """Why the Hopper kernel cannot run this problem, or None."""
     if (reason := attn_fwd_sm90_unsupported(problem)) is not None:
         return reason
-    if problem.is_biased:
+    if problem.alibi or problem.bias:
         return "has no gradients of scores with alibi_slopes or a bias"
     if problem.varlen and (reason := _packed_gradients_unsupported(problem)) is not None:
         return reason
