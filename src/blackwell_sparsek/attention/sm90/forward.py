@@ -15,9 +15,10 @@ that need mask code come first.
 
 Tiles of wide heads lie in shared memory as slices of columns (`forward_stages`).
 
-With a bias, ALiBi or gates of keys (`device.gates`) consumers also need the positions of the keys
-of every tile. The weight of a gate multiplies a weight of the softmax, whose maximum is that of the
-scores alone, over the keys that have a weight.
+With a bias or ALiBi consumers also need the positions of the keys of every tile. With gates of keys
+(`device.gates`) the producer copies the scores of gates along with the keys. The weight of a gate
+multiplies a weight of the softmax, whose maximum is that of the scores alone, over the keys that
+have a weight.
 
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
 bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
