@@ -134,7 +134,7 @@ run_suite(suite(), cases[int(sys.argv[2]):], CPU, seconds=0.0, path=pathlib.Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("skipped", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_killed_leaves_the_earlier_results(tmp_path, number, skipped):
     path = tmp_path / "fake.json"
     run_suite(suite(), [case("one"), case("two")], CPU, seconds=0.0, path=path)

@@ -13,7 +13,7 @@ from .world import run_checks
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_together(world_size, tmp_path):
     outcomes = run_checks(all_checks, world_size, tmp_path)
     assert set(outcomes) == set(all_checks.CHECKS)

@@ -24,6 +24,7 @@ def run(name, *options):
     return result.stdout
 
 
+@pytest.mark.exhaustive
 def test_sparse_long_context():
     text = run("sparse_long_context.py", "--length", "2048", "--new-tokens", "3")
     pattern = r"^(.+?) +([\d.]+)% of the blocks +[\d.]+ ms +moved ([\d.]+) +then \[(.*)\]$"
@@ -45,6 +46,7 @@ def test_pruned_llama_mlp():
     assert "BSRLinear(in_features=256, out_features=1024" in text
 
 
+@pytest.mark.exhaustive
 def test_train_with_window():
     text = run("train_with_window.py", "--steps", "80")
     loss = {name: float(x) for name, x in re.findall(r"^(.+?) +loss ([\d.]+)", text, re.MULTILINE)}

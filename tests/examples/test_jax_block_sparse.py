@@ -24,6 +24,7 @@ def example():
     return module
 
 
+@pytest.mark.exhaustive
 def test_the_loss_falls(example):
     # enough to unlearn the random start; to learn the task takes about a hundred steps
     losses = example.train(16)

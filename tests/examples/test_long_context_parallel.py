@@ -30,6 +30,7 @@ def losses(text):
     return [float(x) for x in re.findall(r"^step +\d+ loss ([\d.]+)$", text, re.MULTILINE)]
 
 
+@pytest.mark.exhaustive
 def test_losses_do_not_depend_on_the_number_of_processes():
     options = ("--length", "300", "--window", "40", "--steps", "21")
     alone, together = run(1, *options), run(2, *options, "--method", "needed")

@@ -28,6 +28,7 @@ def failures(records):
     )
 
 
+@pytest.mark.exhaustive
 def test_kernels_build_with_every_integer_at_one():
     records = checked("--quick")
     assert len({r["name"].split("/")[0] for r in records}) > 30
@@ -42,6 +43,7 @@ def test_kernels_build_with_each_field_at_one(part):
     assert not failures(records), failures(records)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["attn_dq/float16-d80", "attn_dkdv/float16-d80", "fp8-batch16"])
 def test_strides_and_heads_of_one(kernel):
     """Regression: a head dimension of 1 in the backward pass, one KV head with an fp8 cache."""

@@ -110,6 +110,7 @@ def reachable(modules, starts):
     return found
 
 
+@pytest.mark.exhaustive
 def test_nothing_in_the_wheel_imports_what_is_left_out():
     text = (REPOSITORY / "pyproject.toml").read_text()
     listed = re.findall(r'^    "src/(blackwell_sparsek/\S+)\.py",$', text, re.MULTILINE)

@@ -59,6 +59,7 @@ def sites():
     return mutants.all_sites()
 
 
+@pytest.mark.exhaustive
 def test_mutants_of_the_package_can_be_compiled(sites):
     for site in sites[::197]:
         source = (mutants.REPOSITORY / mutants.SOURCE / site.path).read_text()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..calls.fp8 import Group, QuantizeCall
 from ..core.fp8 import E5M2, SMALLEST_SCALE
@@ -24,13 +25,16 @@ from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 from ..launch.workspace import scratch
 
-# From here on GPUs have an instruction that converts to e4m3.
-MIN_SM_CONVERTS_FP8 = 89
+# From here on GPUs have an instruction that converts to e4m3, and programmatic dependent launch.
+MIN_SM_CONVERTS_FP8, MIN_SM_PDL = 89, 90
 # Tokens of a part of a mean, parts that are added at a time, tokens of a tile, and the widest tile.
 CHUNK = 512
 CHUNKS_AT_A_TIME = 16
 TILE_TOKENS = 64
 WIDEST_TILE = 256
+# With few tokens smaller tiles, so that more SMs have one: up to so many tokens, tokens of a tile.
+FEW_TOKENS = 64
+FEW_TILES = ((4, 4), (FEW_TOKENS, 16))
 # Of a tile. With 128 x 256 in eight warps the rotation spills 20 KB.
 MOST_ELEMENTS = 128 * 128
 WIDEST_GROUP = 128
@@ -181,14 +185,14 @@ def _means_kernel(
 @triton.jit(do_not_specialize=["heads", "tokens"])
 def _amax_kernel(
     amax_ptr, x_ptr, mean_ptr, strides, heads, tokens, channels,
-    GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr, STEPS: tl.constexpr,
+    GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr, LOG2_HADAMARD_SIZE: tl.constexpr,
     TILE_S: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Maxima of all groups, as bits of fp32: for what is not negative they have the same order."""
     sizes = Sizes(heads, tokens, channels)
     n, s_start, d_start = _place(sizes, TILE_S, TILE_D)
     rows, columns = s_start + tl.arange(0, TILE_S), d_start + tl.arange(0, TILE_D)
-    x = _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, STEPS)
+    x = _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, LOG2_HADAMARD_SIZE)
     top = _amax(x, GROUP_SIZE_S, GROUP_SIZE_D)
     at, live = _group_places(n, s_start, d_start, sizes, GROUP_SIZE_S, GROUP_SIZE_D, TILE_S, TILE_D)
     tl.atomic_max(amax_ptr + at, top.to(tl.int32, bitcast=True), mask=live, sem="relaxed")
@@ -199,14 +203,18 @@ def _quantize_kernel(
     data_ptr, descale_ptr, x_ptr, mean_ptr, amax_ptr, strides, data_strides,
     heads, tokens, channels,
     GROUP_SIZE_S: tl.constexpr, GROUP_SIZE_D: tl.constexpr,
-    STEPS: tl.constexpr, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr,
-    TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+    LOG2_HADAMARD_SIZE: tl.constexpr, TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr,
+    TILE_S: tl.constexpr, TILE_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Round one tile; without `amax_ptr` it holds whole groups."""
+    if PDL:
+        # a product of few tokens reads its schedule while this runs, and then waits
+        gdc_launch_dependents()
+        gdc_wait()
     sizes = Sizes(heads, tokens, channels)
     n, s_start, d_start = _place(sizes, TILE_S, TILE_D)
     rows, columns = s_start + tl.arange(0, TILE_S), d_start + tl.arange(0, TILE_D)
-    x = _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, STEPS)
+    x = _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, LOG2_HADAMARD_SIZE)
     at, live = _group_places(n, s_start, d_start, sizes, GROUP_SIZE_S, GROUP_SIZE_D, TILE_S, TILE_D)
     if amax_ptr is None:
         top = _amax(x, GROUP_SIZE_S, GROUP_SIZE_D)
@@ -246,10 +254,11 @@ class Tile(NamedTuple):
     local: bool
 
 
-def tile_of(group: Group, channels: int) -> Tile:
+def tile_of(group: Group, tokens: int, channels: int) -> Tile:
     """The tile that a program rounds."""
     if group.channels > 1:
-        return Tile(max(group.tokens, TILE_TOKENS), group.channels, True)
+        height = next((tile for most, tile in FEW_TILES if tokens <= most), TILE_TOKENS)
+        return Tile(max(group.tokens, height), group.channels, True)
     width = min(triton.next_power_of_2(channels), WIDEST_TILE)
     if group.tokens > 1:
         whole = channels <= width and group.tokens * width <= MOST_ELEMENTS
@@ -270,7 +279,9 @@ def quantize(call: QuantizeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
             launch_sums(call, sums)
             launch_means(call, mean, sums)
         converts = call.problem.arch.sm >= MIN_SM_CONVERTS_FP8
-        launch_quantize(call, data, descale, mean if call.smooth else None, converts_fp8=converts)
+        pdl = call.problem.arch.sm >= MIN_SM_PDL and _as_4d(call.x).shape[2] <= FEW_TOKENS
+        options = {"converts_fp8": converts, "pdl": pdl and not call.smooth}
+        launch_quantize(call, data, descale, mean if call.smooth else None, **options)
     return data, descale, mean
 
 
@@ -300,6 +311,7 @@ def launch_quantize(
     mean: torch.Tensor | None,
     *,
     converts_fp8: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Fill `data` and `descale`.
 
@@ -309,10 +321,11 @@ def launch_quantize(
     data, descale : as `call.empty_data` and `call.empty_descale` make them; all of it is written
     mean : fp32 [..., D] contiguous, what to subtract from every token, or None
     converts_fp8 : whether the GPU has an instruction for e4m3 (sm_89 on); the bits are the same
+    pdl : start before the previous kernel has ended, and wait on the device (sm_90 on)
     """
     x, group = _as_4d(call.x), call.group
     batch, heads, tokens, channels = x.shape
-    tile = tile_of(group, channels)
+    tile = tile_of(group, tokens, channels)
     programs = batch * heads * cdiv(tokens, tile.tokens) * cdiv(channels, tile.channels)
     # 64 values in each thread at the most
     warps = 8 if tile.tokens * tile.channels > 8192 else 4
@@ -345,8 +358,11 @@ def launch_quantize(
         precision,
         tile.tokens,
         tile.channels,
+        pdl,
     )
-    launch(_quantize_kernel, programs, args, num_warps=warps)
+    # the interpreter does not know the option
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch(_quantize_kernel, programs, args, num_warps=warps, **options)
 
 
 def _as_4d(x: torch.Tensor) -> torch.Tensor:

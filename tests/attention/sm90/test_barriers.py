@@ -30,16 +30,21 @@ print(json.dumps([
 SHARED = 228 * 1024
 
 
+MORE = [
+    {"consumers": 3, "tile_d": 64, "tile_dv": 64, "packed": True},
+    {"consumers": 1, "tile_d": 64, "tile_dv": 64, "banded": True},
+    {"consumers": 2, "tile_d": 128, "tile_dv": 128, "block_size": (128, 16)},
+    {"consumers": 2, "tile_d": 192, "tile_dv": 128, "banded": True},
+    {"consumers": 1, "tile_d": 256, "tile_dv": 256, "block_size": (64, 64)},
+]
+
+
 @pytest.mark.parametrize(
     "call",
     [
         {"consumers": 2, "tile_d": 128, "tile_dv": 128, "long": True},
-        {"consumers": 3, "tile_d": 64, "tile_dv": 64, "packed": True},
-        {"consumers": 1, "tile_d": 64, "tile_dv": 64, "banded": True},
-        {"consumers": 2, "tile_d": 128, "tile_dv": 128, "block_size": (128, 16)},
         {"consumers": 1, "tile_d": 128, "tile_dv": 128, "block_size": (64, 64)},
-        {"consumers": 2, "tile_d": 192, "tile_dv": 128, "banded": True},
-        {"consumers": 1, "tile_d": 256, "tile_dv": 256, "block_size": (64, 64)},
+        *(pytest.param(call, marks=pytest.mark.exhaustive) for call in MORE),
     ],
     ids=str,
 )

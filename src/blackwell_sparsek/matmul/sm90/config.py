@@ -269,6 +269,8 @@ def stages_that_fit(
 MOST_COLUMNS = 128
 # More stages than this hide no more latency: ten of 16 KB are 160 KB in flight.
 MOST_STAGES = 10
+# Scales of x in fp8 that a warp loads at once, those of several blocks.
+BATCH_SCALES = 256
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,24 @@ class NarrowSm90Config:
     def max_registers(self) -> int:
         """Registers of a thread: for sums and their addresses, besides those of the producer."""
         if self.SCALED:
-            # besides the sums, those of one block and the scales of two
-            return 128 if self.sums_width <= GROUP_ROWS else 232
+            # besides the sums, those of one block and its factors
+            return 128
         return 96 if self.sums_width <= GROUP_ROWS else 128
+
+    @property
+    def PRODUCER_REGISTERS(self) -> int:
+        """Registers of a thread of the warps that load: those of scales have many loads pending."""
+        return 80 if self.SCALED else 40
+
+    @property
+    def factor_steps(self) -> int:
+        """Steps whose scales are loaded at once."""
+        return max(1, min(8, BATCH_SCALES // self.x_rows) // self.STAGE_BLOCKS)
+
+    @property
+    def factor_rows(self) -> int:
+        """Rows of factors, one for each block in the ring."""
+        return self.STAGES * self.STAGE_BLOCKS if self.SCALED else 1
 
     @property
     def swapped(self) -> bool:
@@ -420,7 +437,9 @@ def narrow_stages_that_fit(
     budget = SMEM_BYTES - relayout - exchange - 2 * KIB
     # with half the bytes per element, twice the stages keep as much in flight
     most = MOST_STAGES * 2 // item_bytes
-    return min(most, budget // (item_bytes * stage_k * (tile_m + x_rows)))
+    # a block has at least 32 columns in fp8, and a factor for each column of x
+    factors = 4 * x_rows * max(1, stage_k // 32) if item_bytes == 1 else 0
+    return min(most, budget // (item_bytes * stage_k * (tile_m + x_rows) + factors))
 
 
 # Few columns and blocks 16 columns wide: `strips.py`.

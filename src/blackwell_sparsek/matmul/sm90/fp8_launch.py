@@ -15,7 +15,8 @@ from ..rows import BlockRows, RowsProduct, Views, rows_product
 from ..triton.finish import addends_of, empty_partial, launch_spmm_reduce
 from ..triton.tuning import narrow_is_even, spmm_chunk, spmm_sizes
 from .fp8_config import SpmmFp8Config
-from .narrow import NarrowScales, launch_spmm_narrow_sm90
+from .narrow import launch_spmm_narrow_sm90
+from .narrow_records import NarrowScales
 from .row_schedule import row_schedule
 from .spmm_fp8 import _spmm_fp8_sm90_kernel
 from .spmm_launch import MAX_REGISTERS, RASTER_BYTES

@@ -18,7 +18,7 @@ are multiples of 16, addresses and strides that TMA accepts.
 
 SCALED, for `bsk::bsr_matmul_fp8`: operands are in e4m3 with scales. The product of each block
 starts from zero and is added, times its scales, to the sums in fp32, because the tensor cores add
-fp8 products with fewer bits.
+fp8 products with fewer bits; a warp of its own loads the scales (`narrow_factors.py`).
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...calls.fp8 import SCALE_CHANNELS
 from ...core.compat import hopper_options
 from ...device.gluon.cluster import cluster_barrier, cluster_rank, exchange_halves, init_exchange
 from ...device.gluon.compat import async_load
@@ -45,30 +44,26 @@ from ...launch.descriptors import GROUP_ROWS, tensor_descriptor
 from ...launch.launcher import cdiv, launch, on_device_of
 from .config import NarrowSm90Config
 from .epilogue import Epilogue, finish_values
-from .row_schedule import HEADER, OUTSIDE, RowSchedule, TileHeader
+from .narrow_factors import factor_memory, load_factors, sum_scaled
+from .narrow_records import (
+    BEYOND,
+    BLOCKS,
+    COL,
+    ROW_TILE,
+    SLOTS_AT,
+    SPLIT,
+    TILE_COUNT,
+    NarrowRing,
+    NarrowScales,
+    Schedule,
+    first_record,
+    record_size,
+)
+from .row_schedule import RowSchedule
 
-_HEADER = gl.constexpr(HEADER)
-# Where the fields of a `TileHeader` are in a record.
-_TILE_COUNT = gl.constexpr(TileHeader._fields.index("tile_count"))
-_ROW_TILE = gl.constexpr(TileHeader._fields.index("row_tile"))
-_BLOCKS = gl.constexpr(TileHeader._fields.index("blocks"))
-_COL = gl.constexpr(TileHeader._fields.index("col"))
-_SPLIT = gl.constexpr(TileHeader._fields.index("split"))
 _SUMS = gl.constexpr(GROUP_ROWS)
-_SCALE_CHANNELS = gl.constexpr(SCALE_CHANNELS)
-PRODUCER_REGISTERS = gl.constexpr(40)
 # Slots that a warp reads at once.
 _LANES = gl.constexpr(32)
-# A coordinate past the end of every tensor, where TMA reads zeros.
-_OUTSIDE = gl.constexpr(OUTSIDE)
-
-
-class Schedule(NamedTuple):
-    """`RowSchedule` in memory: records of `HEADER + 2 * width` int32, `tiles` for each program."""
-
-    records_ptr: Any
-    tiles: Any
-    width: Any
 
 
 class Slots(NamedTuple):
@@ -88,26 +83,6 @@ class Operands(NamedTuple):
     x_desc: Any
 
 
-class NarrowRing(NamedTuple):
-    """Blocks of A and tiles of x in shared memory, and the barriers of their stages."""
-
-    a: Any
-    x: Any
-    full: Any
-    empty: Any
-    primed: Any  # one barrier: TMA has fetched the descriptors
-
-
-class NarrowScales(NamedTuple):
-    """Scales of operands in fp8: one for each block, and for 128 channels of each column of x."""
-
-    block_ptr: Any
-    x_ptr: Any
-    col_stride: Any
-    group_stride: Any
-    groups: Any  # of 128 channels that x has
-
-
 class NarrowOutput(NamedTuple):
     """Where finished sums go."""
 
@@ -122,8 +97,8 @@ def _read_slots(slots_ptr, first, width, live):
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = first + gl.arange(0, _LANES, lane)
     mask = (slot < width) & live
-    a_row = gl.load(slots_ptr + slot, mask=mask, other=_OUTSIDE)
-    x_row = gl.load(slots_ptr + width + slot, mask=mask, other=_OUTSIDE)
+    a_row = gl.load(slots_ptr + slot, mask=mask, other=BEYOND)
+    x_row = gl.load(slots_ptr + width + slot, mask=mask, other=BEYOND)
     return Slots(slot, a_row, x_row)
 
 
@@ -131,7 +106,7 @@ def _read_slots(slots_ptr, first, width, live):
 def _prefetch_blocks(operands, slots, CFG: gl.constexpr):
     """Prefetch the first blocks of a tile to the L2, one by each lane of the warp."""
     block_ptr = operands.values_ptr + slots.a_row.to(gl.int64) * CFG.BLOCK_W
-    present = (slots.number < operands.prefetch) & (slots.a_row < _OUTSIDE)
+    present = (slots.number < operands.prefetch) & (slots.a_row < BEYOND)
     nbytes = slots.number * 0 + CFG.TILE_M * CFG.BLOCK_W * CFG.ITEM_BYTES
     bring_to_l2(gl.where(present, block_ptr.to(gl.int64), 0), nbytes)
 
@@ -149,15 +124,14 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
     # need not wait for the previous kernel
     primed = ring.primed.index(0)
     mbarrier.expect(primed, nbytes)
-    async_load(a_desc, [_OUTSIDE, 0], primed, ring.a.index(0))
+    async_load(a_desc, [BEYOND, 0], primed, ring.a.index(0))
     x = ring.x.index(0).slice(0, CFG.TILE_N, dim=0)
-    async_load(x_desc, [0, _OUTSIDE], primed, x)
-    size = _HEADER + 2 * width
-    record_ptr = schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
-    tile_count = gl.load(record_ptr + _TILE_COUNT)
-    blocks = gl.load(record_ptr + _BLOCKS)
-    col = gl.load(record_ptr + _COL)
-    slots = _read_slots(record_ptr + _HEADER, 0, width, True)
+    async_load(x_desc, [0, BEYOND], primed, x)
+    record_ptr = first_record(schedule)
+    tile_count = gl.load(record_ptr + TILE_COUNT)
+    blocks = gl.load(record_ptr + BLOCKS)
+    col = gl.load(record_ptr + COL)
+    slots = _read_slots(record_ptr + SLOTS_AT, 0, width, True)
     _prefetch_blocks(operands, slots, CFG)
     if CFG.SPLIT_K > 1:
         cluster_barrier()
@@ -166,12 +140,12 @@ def _produce(operands, schedule, ring, CFG: gl.constexpr):
     mbarrier.wait(primed, 0)
     begin = 0
     for tile in range(tile_count):
-        slots_ptr = record_ptr + _HEADER
-        record_ptr += size
+        slots_ptr = record_ptr + SLOTS_AT
+        record_ptr += record_size(schedule)
         more = tile + 1 < tile_count
-        next_blocks = gl.load(record_ptr + _BLOCKS, mask=more, other=0)
-        next_col = gl.load(record_ptr + _COL, mask=more, other=0)
-        next_slots = _read_slots(record_ptr + _HEADER, 0, width, more)
+        next_blocks = gl.load(record_ptr + BLOCKS, mask=more, other=0)
+        next_col = gl.load(record_ptr + COL, mask=more, other=0)
+        next_slots = _read_slots(record_ptr + SLOTS_AT, 0, width, more)
         # counted on from tile to tile: Triton 3.6 takes the bound of a loop from zero to `blocks`
         # out of the loop over tiles
         end = begin + gl.cdiv(blocks, CFG.STAGE_BLOCKS)
@@ -239,92 +213,6 @@ def _store(acc, first_row, first_col, output, CFG: gl.constexpr):
     gl.store(output.ptr + offsets, acc, mask=inside)
 
 
-# Scales are loaded a step before they are needed, and what is needed to find them a step before
-# that, as in `spmm_fp8.py`: the scales of step i + 1 and the blocks of step i + 2 while step i is
-# multiplied.
-
-
-@gluon.jit
-def _step_blocks(slots_ptr, width, step, blocks, CFG: gl.constexpr):
-    """Of each block of a step: its row in the values and the row of x that it meets.
-
-    Past the last block, a row of x that does not exist.
-    """
-    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
-    first = step // CFG.k_steps * CFG.STAGE_BLOCKS
-    found = ()
-    for b in gl.static_range(stage_blocks):
-        live = first + b < blocks
-        a_row = gl.load(slots_ptr + first + b, mask=live, other=0)
-        x_row = gl.load(slots_ptr + width + first + b, mask=live, other=_OUTSIDE)
-        found = found + ((a_row, x_row),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
-def _step_scales(scales, step_blocks, step, col, n_cols, CFG: gl.constexpr):
-    """Of each block of a step: its scale, and those of TILE_N columns for its channels.
-
-    0 for columns and channels that do not exist: a block may end beyond x.
-    """
-    sums: gl.constexpr = CFG.accumulator_layout()
-    along: gl.constexpr = gl.SliceLayout(1 if CFG.swapped else 0, sums)
-    columns: gl.constexpr = CFG.x_rows
-    cols = col + gl.arange(0, columns, along)
-    found = ()
-    for b in gl.static_range(len(step_blocks)):
-        a_row, x_row = step_blocks[b]
-        group = (x_row + step % CFG.k_steps * CFG.TILE_K) // _SCALE_CHANNELS
-        offsets = cols.to(gl.int64) * scales.col_stride + group.to(gl.int64) * scales.group_stride
-        exists = group < scales.groups
-        of_x = gl.load(scales.x_ptr + offsets, mask=(cols < n_cols) & exists, other=0.0)
-        of_block = gl.load(scales.block_ptr + a_row // CFG.BLOCK_H, mask=exists, other=0.0)
-        found = found + ((of_block, of_x),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
-def _add_scaled(acc, ring, stage, step_scales, CFG: gl.constexpr):
-    """acc + the products of the blocks of a stage, each times its scales."""
-    layout: gl.constexpr = CFG.accumulator_layout()
-    sums_width: gl.constexpr = CFG.sums_width
-    nothing = gl.zeros([_SUMS, sums_width], gl.float32, layout)
-    for b in gl.static_range(len(step_scales)):
-        of_block, of_x = step_scales[b]
-        a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
-        x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
-        if CFG.swapped:
-            part = warpgroup_mma(x, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            factors = of_x * of_block
-            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[:, None]
-        else:
-            part = warpgroup_mma(a, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            factors = of_x * of_block
-            acc += warpgroup_mma_wait(0, deps=(part,)) * factors[None, :]
-    return acc
-
-
-@gluon.jit
-def _sum_scaled(
-    acc, ring, scales, slots_ptr, width, begin, end, blocks, col, n_cols, CFG: gl.constexpr
-):
-    """The sums of a tile of operands in fp8."""
-    step_blocks = _step_blocks(slots_ptr, width, 0, blocks, CFG)
-    step_scales = _step_scales(scales, step_blocks, 0, col, n_cols, CFG)
-    step_blocks = _step_blocks(slots_ptr, width, 1, blocks, CFG)
-    for step in range(begin, end):
-        ahead = step + 1 - begin
-        blocks_after = _step_blocks(slots_ptr, width, ahead + 1, blocks, CFG)
-        next_scales = _step_scales(scales, step_blocks, ahead, col, n_cols, CFG)
-        stage = step % CFG.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
-        acc = _add_scaled(acc, ring, stage, step_scales, CFG)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-        step_scales = next_scales
-        step_blocks = blocks_after
-    return acc
-
-
 @gluon.jit
 def _sum_products(acc, ring, begin, end, CFG: gl.constexpr):
     """The sums of a tile of operands in 16 bits."""
@@ -350,38 +238,32 @@ def _sum_products(acc, ring, begin, end, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _consume(output, schedule, ring, scales, CFG: gl.constexpr):
+def _consume(output, schedule, ring, factors, CFG: gl.constexpr):
     """Multiply the ring's tiles, and finish each work tile."""
     layout: gl.constexpr = CFG.accumulator_layout()
     sums_width: gl.constexpr = CFG.sums_width
     if CFG.SPLIT_K > 1:
         init_exchange(shared_address(CFG.exchange_offset + CFG.exchange_bytes), CFG.exchange_bytes)
         cluster_barrier()
-    size = _HEADER + 2 * schedule.width
-    record_ptr = schedule.records_ptr + gl.program_id(0).to(gl.int64) * (schedule.tiles * size)
-    tile_count = gl.load(record_ptr + _TILE_COUNT)
-    row_tile = gl.load(record_ptr + _ROW_TILE)
-    blocks = gl.load(record_ptr + _BLOCKS)
-    col = gl.load(record_ptr + _COL)
-    split = gl.load(record_ptr + _SPLIT)
+    record_ptr = first_record(schedule)
+    tile_count = gl.load(record_ptr + TILE_COUNT)
+    row_tile = gl.load(record_ptr + ROW_TILE)
+    blocks = gl.load(record_ptr + BLOCKS)
+    col = gl.load(record_ptr + COL)
+    split = gl.load(record_ptr + SPLIT)
     # previous kernels may use bias, residual and output until they have ended
     gdc_wait()
     begin = 0
     for tile in range(tile_count):
-        slots_ptr = record_ptr + _HEADER
-        record_ptr += size
+        record_ptr += record_size(schedule)
         more = tile + 1 < tile_count
-        next_row_tile = gl.load(record_ptr + _ROW_TILE, mask=more, other=0)
-        next_blocks = gl.load(record_ptr + _BLOCKS, mask=more, other=0)
-        next_col = gl.load(record_ptr + _COL, mask=more, other=0)
+        next_row_tile = gl.load(record_ptr + ROW_TILE, mask=more, other=0)
+        next_blocks = gl.load(record_ptr + BLOCKS, mask=more, other=0)
+        next_col = gl.load(record_ptr + COL, mask=more, other=0)
         end = begin + gl.cdiv(blocks, CFG.STAGE_BLOCKS) * CFG.k_steps
         acc = gl.zeros([_SUMS, sums_width], gl.float32, layout)
         if CFG.SCALED:
-            n_cols = output.epilogue.n_cols
-            acc = _sum_scaled(
-                *(acc, ring, scales, slots_ptr, schedule.width),
-                *(begin, end, blocks, col, n_cols, CFG),
-            )
+            acc = sum_scaled(acc, ring, factors, begin, end, CFG)
         else:
             acc = _sum_products(acc, ring, begin, end, CFG)
         if CFG.SPLIT_K > 1 and split > 0:
@@ -427,20 +309,24 @@ def _spmm_narrow_sm90_kernel(
     # the blocks, in the memory of further tiles.
     a_smem = tiles(a_desc, stages * CFG.STAGE_BLOCKS + CFG.exchange_tiles, CFG.TILE_M)
     x_smem = tiles(x_desc, stages * CFG.STAGE_BLOCKS, CFG.x_rows)
-    ring = NarrowRing(a_smem, x_smem, barriers(stages, 1), barriers(stages, 1), barriers(1, 1))
+    # a stage is full when the operands have arrived, and the factors, if it has any
+    full = barriers(stages, 2 if CFG.SCALED else 1)
+    ring = NarrowRing(a_smem, x_smem, full, barriers(stages, 1), barriers(1, 1))
+    # without scales a row that no role uses
+    factors = factor_memory(CFG.factor_rows, CFG.x_rows)
     fence_async_shared()
     epilogue = Epilogue(bias_ptr, residual_ptr, residual_strides, n_rows, n_cols)
     output = NarrowOutput(out_ptr, out_strides, epilogue)
     operands = Operands(a_desc, values_ptr, prefetch, x_desc)
     schedule = Schedule(records_ptr, tiles_each, width)
-    few: gl.constexpr = PRODUCER_REGISTERS
+    few: gl.constexpr = CFG.PRODUCER_REGISTERS
     if CFG.SPLIT_K > 1:
         # a cluster barrier waits for all threads of the cluster, those without work too
         gl.warp_specialize(
             [
-                (_consume, (output, schedule, ring, scales, CFG)),
+                (_consume, (output, schedule, ring, factors, CFG)),
                 (_produce, (operands, schedule, ring, CFG)),
-                (cluster_barrier, ()),
+                (load_factors, (scales, schedule, ring, factors, n_cols, CFG)),
                 (cluster_barrier, ()),
             ],
             [1, 1, 2],
@@ -449,11 +335,12 @@ def _spmm_narrow_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (output, schedule, ring, scales, CFG)),
+                (_consume, (output, schedule, ring, factors, CFG)),
                 (_produce, (operands, schedule, ring, CFG)),
+                (load_factors, (scales, schedule, ring, factors, n_cols, CFG)),
             ],
-            [1],
-            [few],
+            [1, 1],
+            [few, few],
         )
 
 

@@ -17,6 +17,7 @@ from ...core.compat import warps_may_part
 from ...core.fp8 import E4M3, E5M2
 from ...fp8.triton import (
     MIN_SM_CONVERTS_FP8,
+    MIN_SM_PDL,
     _amax_kernel,
     _quantize_kernel,
     launch_means,
@@ -29,7 +30,8 @@ from ...matmul.plan import SpmmPlan
 from ...matmul.rows import BlockRows, Views
 from ...matmul.sm90.config import narrow_stages_that_fit
 from ...matmul.sm90.fp8_launch import launch_spmm_fp8_sm90
-from ...matmul.sm90.narrow import NarrowScales, launch_spmm_narrow_sm90
+from ...matmul.sm90.narrow import launch_spmm_narrow_sm90
+from ...matmul.sm90.narrow_records import NarrowScales
 from ...matmul.sm90.row_schedule import HEADER, RowSchedule
 from ...matmul.sm90.spmm_fp8 import _spmm_fp8_sm90_kernel
 from ...matmul.sm90.tuning import narrow_fp8_config, spmm_fp8_sm90_config
@@ -39,15 +41,23 @@ from ..captured_launches import captured_launches, launched_case, meta
 from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
 _CONVERTING = tuple(sm for sm in ALL_ARCHS if sm >= MIN_SM_CONVERTS_FP8)
+_WITH_PDL = tuple(sm for sm in ALL_ARCHS if sm >= MIN_SM_PDL)
 
 
-def _call(scale: str, channels: int, dtype: torch.dtype = E4M3, **options: bool) -> QuantizeCall:
+def _call(
+    scale: str, channels: int, dtype: torch.dtype = E4M3, *, tokens: int = 1000, **options: bool
+) -> QuantizeCall:
     given = {"smooth": False, "hadamard": False, "transposed": False, **options}
-    return QuantizeCall(meta(2, 8, 1000, channels), scale, dtype, 128, **given)
+    return QuantizeCall(meta(2, 8, tokens, channels), scale, dtype, 128, **given)
 
 
 def quantize_case(
-    name: str, call: QuantizeCall, *, amax: bool = False, converts: bool = False
+    name: str,
+    call: QuantizeCall,
+    *,
+    amax: bool = False,
+    converts: bool = False,
+    pdl: bool = False,
 ) -> CompileCase:
     """The launch that rounds, or the one that finds the maxima."""
     results = (call.empty_data(), call.empty_descale(), call.empty_mean() if call.smooth else None)
@@ -57,8 +67,9 @@ def quantize_case(
         call,
         *results,
         converts_fp8=converts,
+        pdl=pdl,
         kernel=_amax_kernel if amax else _quantize_kernel,
-        archs=_CONVERTING if converts else ALL_ARCHS,
+        archs=_WITH_PDL if pdl else _CONVERTING if converts else ALL_ARCHS,
     )
 
 
@@ -72,6 +83,8 @@ def quantize_cases() -> Iterator[CompileCase]:
     wide = _call("block", 256, smooth=True, hadamard=True)
     yield quantize_case("keys-converted-d256", wide, converts=True)
     yield quantize_case("values-d128", values)
+    few = _call("1x128", 4096, tokens=16)
+    yield quantize_case("few-tokens-1x128", few, converts=True, pdl=True)
     yield quantize_case("values-converted-d128", values, converts=True)
     yield quantize_case("values-d128", values, amax=True)
     yield quantize_case("tensor-d64", _call("tensor", 64, hadamard=True), amax=True)
