@@ -12,6 +12,7 @@ import torch
 
 from ..core.sizes import cdiv as cdiv
 from ..core.torch_private import raw_device, raw_stream
+from .compile_hooks import constants_as_text
 from .prepared import COMPILE_OPTIONS
 from .recording import Launch, current_recording
 from .variants import Launchable, find_variant, for_triton
@@ -49,5 +50,6 @@ def launch_kernel(
         return found
     if cluster > 1:
         raise RuntimeError("Triton's front end does not launch single programs in clusters")
-    kernel[(grid,)](*map(for_triton, args), **COMPILE_OPTIONS, **options)
+    with constants_as_text():
+        kernel[(grid,)](*map(for_triton, args), **COMPILE_OPTIONS, **options)
     return None

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.torch_private import raw_device
+from .compile_hooks import constants_as_text
 from .descriptors import Descriptor
 from .parameters import UnknownParameters
 from .prepared import COMPILE_OPTIONS, Variant
@@ -171,7 +172,8 @@ def value_places(kernel: Any, args: Sequence[Any]) -> dict[str, int]:
 def _compiled_variant(
     kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any], walk: _Walk
 ) -> Variant | None:
-    compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **COMPILE_OPTIONS, **options)
+    with constants_as_text():
+        compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **COMPILE_OPTIONS, **options)
     try:
         variant = Variant(compiled, _loaded, [x.base.dtype for _, x in walk.descriptors], cluster)
     except UnknownParameters:
