@@ -170,5 +170,6 @@ def sum_scaled(acc, ring, factors, begin, end, CFG: gl.constexpr):
         stage = step % CFG.STAGES
         mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
         acc = _add_scaled(acc, ring, stage, factors, CFG)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
+        # always true: Triton 3.6 takes a bound that only loops read for that of the first tile
+        mbarrier.arrive(ring.empty.index(stage), count=1, pred=step < end)
     return acc
