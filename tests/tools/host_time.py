@@ -26,9 +26,9 @@ import torch
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.calls import attention as calls
-from blackwell_sparsek.core import compat
+from blackwell_sparsek.core import torch_private
 from blackwell_sparsek.core.arch import Arch
-from blackwell_sparsek.launch import driver, launcher, replay, variants, workspace
+from blackwell_sparsek.launch import driver, launcher, prepared, replay, variants, workspace
 from blackwell_sparsek.launch.parameters import MapParameters, Parameters
 
 H200 = Arch("cuda", 90, 132, 232448, False)
@@ -65,9 +65,9 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(driver, "_fetches_past_small_tensors", lambda: True)
     empty = torch._C._dynamo.guards._empty_strided_cpu
     replaced = {
-        id(compat.raw_device): partial(int, DEVICE),
-        id(compat.raw_stream): {DEVICE: STREAM, None: STREAM}.get,
-        id(compat.empty_on_gpu): empty,
+        id(torch_private.raw_device): partial(int, DEVICE),
+        id(torch_private.raw_stream): {DEVICE: STREAM, None: STREAM}.get,
+        id(torch_private.empty_on_gpu): empty,
         id(calls.arch_of): lambda device: H200,
     }
     for name, module in list(sys.modules.items()):
@@ -109,8 +109,9 @@ def _variant(walk, args):
     parameters = Parameters((*formats, "q", "q"), tuple(pointers), tuple(maps))
     compiled = SimpleNamespace(run=None, function=1, metadata=SimpleNamespace(**_METADATA))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "parameters_of", lambda compiled: parameters)
-        return variants.Variant(compiled, [x for _, x in walk.descriptors], 1)
+        patch.setattr(prepared, "parameters_of", lambda compiled: parameters)
+        dtypes = [x.base.dtype for _, x in walk.descriptors]
+        return prepared.Variant(compiled, variants._loaded, dtypes, 1)
 
 
 def _tensors(args):
