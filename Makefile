@@ -10,7 +10,7 @@ SAMPLE ?= --seed 0 --count 60
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all docs docs-check dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: quickstart test test-all docs docs-check pages dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ dist: $(VENV)/.installed-release  ## wheel and source archive, into dist/, check
 
 compile-releases: $(VENV)/.installed-test  ## a kernel of each kind for sm_90 with every Triton that is supported
 	$(BIN)/python -m pytest -n $(WORKERS) -q tests/testing/test_releases.py
+
+pages: $(VENV)/.installed  ## write figures, plots and support tables from benchmarks/results into README.md and docs/
+	$(BIN)/python -m blackwell_sparsek.bench.report.pages
 
 fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second oracle, without a GPU
 	TRITON_INTERPRET=1 $(BIN)/python -m blackwell_sparsek.testing.fuzz --device cpu \

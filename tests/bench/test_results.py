@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench.commands.compare import compare
-from blackwell_sparsek.bench.report.markdown import headline, headlines, suite_tables, summary
+from blackwell_sparsek.bench.report.markdown import suite_tables
 from blackwell_sparsek.bench.report.page import page, standalone
+from blackwell_sparsek.bench.report.pages import headline, headlines, summary
 
 from .. import fuzzing
 

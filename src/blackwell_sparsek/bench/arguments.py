@@ -183,12 +183,6 @@ def _report(subparsers: Any) -> None:
         help="the page (default report.html)",
     )
     parser.add_argument("--markdown", action="store_true", help="print tables instead")
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="rewrite docs/support.md, and figures of README.md and docs/results/ from "
-        "benchmarks/results",
-    )
     parser.set_defaults(run="report:run")
 
 

@@ -7,8 +7,9 @@ import pytest
 from blackwell_sparsek import InvalidInput
 from blackwell_sparsek.bench import results
 from blackwell_sparsek.bench.report import markdown as tables
+from blackwell_sparsek.bench.report import pages
 from blackwell_sparsek.bench.report import tables as peer_tables
-from blackwell_sparsek.bench.report.markdown import (
+from blackwell_sparsek.bench.report.pages import (
     HEADLINES,
     RESULTS,
     committed,
@@ -140,7 +141,7 @@ def test_a_failed_check_is_named():
 
 
 def _readme(inside):
-    return f"# Title\n\n{tables.BEGIN}{inside}{tables.END}\n\nmore\n"
+    return f"# Title\n\n{pages.BEGIN}{inside}{pages.END}\n\nmore\n"
 
 
 def test_the_section_is_replaced_and_nothing_else(tmp_path):
@@ -149,12 +150,12 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
     readme, docs = tmp_path / "README.md", tmp_path / "docs/results/index.md"
     for page in (readme, docs):
         page.write_text(_readme("\nold\n"))
-    tables.write_pages(tmp_path)
+    pages.write_pages(tmp_path)
     assert readme.read_text() == docs.read_text() == _readme("\n")
     for suite in ("founding", "square"):
         path = tmp_path / f"benchmarks/results/matmul_{suite}.json"
         path.write_text(json.dumps(_document() | {"suite": f"matmul_{suite}"}))
-    tables.write_pages(tmp_path)
+    pages.write_pages(tmp_path)
     caption = (
         "Speedup over the same computation without sparsity, single calls; "
         "below 1, dense is faster."
@@ -162,8 +163,8 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
     link = f"![{caption}](docs/plots/matmul_founding.svg)"
     assert readme.read_text() == _readme(f"\n\n{link}\n\n")  # 8192^3 is no headline
     lines = summary([_document(), _document() | {"suite": "matmul_square"}])
-    pages = "[matmul founding](matmul_founding.md) · [matmul square](matmul_square.md)"
-    assert docs.read_text() == _readme(f"\n\n{pages}\n\n{lines}\n\n")
+    links = "[matmul founding](matmul_founding.md) · [matmul square](matmul_square.md)"
+    assert docs.read_text() == _readme(f"\n\n{links}\n\n{lines}\n\n")
     heading, rest = tables.matmul_tables(_document()).split("\n\n", 1)
     founding, square = (docs.with_name(f"matmul_{name}.md") for name in ("founding", "square"))
     assert founding.read_text().startswith("# Matmul founding\n\nGenerated from `benchmarks/")
@@ -173,22 +174,22 @@ def test_the_section_is_replaced_and_nothing_else(tmp_path):
     assert "(../plots/matmul_square.svg)" in square.read_text()
     assert len(list((tmp_path / "docs/plots").iterdir())) == 2
     written = {page: page.read_text() for page in docs.parent.iterdir()}
-    tables.write_pages(tmp_path)
+    pages.write_pages(tmp_path)
     assert len(written) == 3
     assert written == {page: page.read_text() for page in docs.parent.iterdir()}
 
 
-@pytest.mark.parametrize("text", ["no markers", _readme("\n") + tables.BEGIN])
+@pytest.mark.parametrize("text", ["no markers", _readme("\n") + pages.BEGIN])
 def test_markers_must_stand_once(text):
     with pytest.raises(ValueError, match="once each"):
-        tables.with_section(text, "")
+        pages.with_section(text, "")
 
 
-@pytest.mark.parametrize("page", tables.PAGES)
+@pytest.mark.parametrize("page", pages.PAGES)
 def test_the_figures_of_a_page_are_those_of_the_committed_results(page):
     text = (REPOSITORY / page).read_text()
-    section = tables.section_of(page, REPOSITORY / tables.RESULTS)
-    assert text == tables.with_section(text, section), "run `bsk report --write`"
+    section = pages.section_of(page, REPOSITORY / pages.RESULTS)
+    assert text == pages.with_section(text, section), "run `make pages`"
 
 
 def _texts_but_of_quality(folder):
@@ -198,22 +199,22 @@ def _texts_but_of_quality(folder):
 
 
 def test_the_pages_of_suites_are_those_of_the_committed_results():
-    folder = REPOSITORY / tables.INDEX.parent
+    folder = REPOSITORY / pages.INDEX.parent
     there = _texts_but_of_quality(folder)
-    del there[tables.INDEX.as_posix()]
-    results = REPOSITORY / tables.RESULTS
+    del there[pages.INDEX.as_posix()]
+    results = REPOSITORY / pages.RESULTS
     releases = {page.as_posix(): text for page, text in releases_page(results).items()}
-    assert there == tables.suite_pages(results) | releases, "run `bsk report --write`"
+    assert there == pages.suite_pages(results) | releases, "run `make pages`"
 
 
 def test_the_plots_of_the_pages_are_those_of_the_committed_results():
-    folder = REPOSITORY / tables.PLOTS
+    folder = REPOSITORY / pages.PLOTS
     there = _texts_but_of_quality(folder)
-    assert there == tables.plot_files(REPOSITORY / tables.RESULTS), "run `bsk report --write`"
+    assert there == pages.plot_files(REPOSITORY / pages.RESULTS), "run `make pages`"
 
 
 def test_a_plot_is_a_file_of_its_own():
-    (text,) = [tables.standalone(figure) for _, figure in tables.headline(_document())]
+    (text,) = [pages.standalone(figure) for _, figure in pages.headline(_document())]
     root = ET.fromstring(text)
     assert root.tag.endswith("svg") and "prefers-color-scheme" in text and "var(--c0)" in text
     assert [x.text for x in root if x.tag.endswith("text")] == ["bsk", "torch_bsr"]
@@ -347,5 +348,5 @@ def test_a_results_file_cannot_name_the_pages_that_are_written(tmp_path, suite):
     results.write(document | {"suite": suite}, folder / "matmul_founding.json")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InvalidInput, match=r"is of another suite; expected 'matmul_founding', got"):
-        tables.write_pages(tmp_path / "repository")
+        pages.write_pages(tmp_path / "repository")
     assert sorted(tmp_path.rglob("*")) == before

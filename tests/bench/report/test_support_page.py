@@ -15,7 +15,7 @@ RESULTS = REPOSITORY / "benchmarks/results"
 
 def test_the_committed_page_is_up_to_date():
     committed = (REPOSITORY / support.PAGE).read_text()
-    assert committed == support.support_page(RESULTS), "run `bsk report --write`"
+    assert committed == support.support_page(RESULTS), "run `make pages`"
 
 
 def test_another_triton_or_implementation_does_not_change_it(monkeypatch):

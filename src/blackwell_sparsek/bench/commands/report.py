@@ -1,21 +1,17 @@
 """`bsk report`: show results files as one HTML page, or as Markdown."""
 
 import argparse
-import pathlib
 import sys
 
 from ...core.errors import InvalidInput
 from .. import results
-from ..report import markdown as tables
+from ..report.markdown import suite_tables
 from ..report.page import page
 from ..report.tables import printable
 
 
 def run(args: argparse.Namespace) -> int:
     """Make a page of all readable files; 1 when one could not be read."""
-    if args.write:
-        tables.write_pages(pathlib.Path("."))
-        return 0
     if not args.files:
         raise InvalidInput("bsk report: no results files given; `bsk bench` makes them")
     documents, unreadable = [], 0
@@ -28,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if not documents:
         raise InvalidInput("bsk report: none of the files can be read")
     if args.markdown:
-        print("\n\n".join(map(tables.suite_tables, documents)))
+        print("\n\n".join(map(suite_tables, documents)))
     else:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page(documents), encoding="utf-8")
