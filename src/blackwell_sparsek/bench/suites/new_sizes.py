@@ -24,7 +24,7 @@ SDPA, FUNCTION = "sdpa", "function"
 # Kinds of calls that compute gradients. Autograd computes those of a GPU in a thread of its own;
 # the second kind does it in the thread of the caller.
 TRAINING, CALLING_THREAD = "training", "training, calling thread"
-# Lengths of one measurement; those of the same library take different ones.
+# Lengths of one measurement.
 LENGTHS = 500
 _SHORTEST, _LONGEST = 129, 4096
 # Lengths for compiling, spread over all.
@@ -71,10 +71,6 @@ class NewInputs:
         self.problem: NewSizes = problem
         self.memory: tuple[torch.Tensor, ...] = memory
 
-    def lengths(self) -> Iterator[int]:
-        """All lengths in a mixed order, so that any few of them are spread over all."""
-        return iter(sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32))
-
     def take(self, lengths: Iterator[int], count: int) -> list[list[torch.Tensor]]:
         """q, k, v and the gradient of the output for the next `count` lengths."""
         return [self._tensors(length) for length in itertools.islice(lengths, count)]
@@ -94,11 +90,24 @@ class NewInputs:
 
 Call = Callable[..., torch.Tensor]
 
+_unseen: dict[str, Iterator[int]] = {}
+
+
+def unseen_lengths(peer: str) -> Iterator[int]:
+    """Lengths that no call of a peer in this process has had, any few of them spread over all.
+
+    Cases share them: a second call of the same length in another case would not be new.
+    """
+    if peer not in _unseen:
+        mixed = sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32)
+        _unseen[peer] = iter(mixed)
+    return _unseen[peer]
+
 
 def _ours(inputs: NewInputs) -> Contender:
     if inputs.problem.kind == "packed":
-        return _contender(inputs, _packed)
-    return _contender(inputs, _dense)
+        return _contender(OURS, inputs, _packed)
+    return _contender(OURS, inputs, _dense)
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -134,7 +143,7 @@ def _sdpa(inputs: NewInputs) -> Contender:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    return _contender(inputs, call, most=_FEW)
+    return _contender(SDPA, inputs, call, most=_FEW)
 
 
 def _why_not_sdpa(inputs: NewInputs) -> str | None:
@@ -159,7 +168,7 @@ def _function(inputs: NewInputs) -> Contender:
         made: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
         return made
 
-    return _contender(inputs, call, checked=False)
+    return _contender(FUNCTION, inputs, call, checked=False)
 
 
 def _why_no_function(inputs: NewInputs) -> str | None:
@@ -167,9 +176,9 @@ def _why_no_function(inputs: NewInputs) -> str | None:
 
 
 def _contender(
-    inputs: NewInputs, call: Call, *, checked: bool = True, most: int = LENGTHS
+    peer: str, inputs: NewInputs, call: Call, *, checked: bool = True, most: int = LENGTHS
 ) -> Contender:
-    problem, lengths = inputs.problem, inputs.lengths()
+    problem, lengths = inputs.problem, unseen_lengths(peer)
 
     def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
         if not problem.trains:

@@ -1,0 +1,23 @@
+"""The suite of lengths never seen before: no case may call with a length of another."""
+
+import torch
+
+from blackwell_sparsek.bench.suites import new_sizes as suite
+
+
+def test_no_length_comes_twice(monkeypatch):
+    seen = []
+
+    def recorded(function, tokens):
+        def call(q, *args, **kwargs):
+            seen.append(q.shape[tokens])
+            return function(q, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(suite, "attention", recorded(suite.attention, -2))
+    monkeypatch.setattr(suite, "attention_varlen", recorded(suite.attention_varlen, 0))
+    for case in suite.new_sizes(tiny=True):
+        contender = suite.PEERS[suite.OURS].prepare(case.build(torch.device("cpu")))
+        contender.check(contender.run())
+    assert len(seen) == len(set(seen)) > 20
