@@ -36,6 +36,7 @@ def test_sparse_long_context():
     assert all(len(line[2].split(",")) == 3 for line in lines.values())
 
 
+@pytest.mark.exhaustive
 def test_pruned_llama_mlp():
     text = run("pruned_llama_mlp.py", "--sparsity", "0.8")
     lines = re.findall(r"^(\w+) +([\d,]+) bytes .* token +([\d.]+)%$", text, re.MULTILINE)

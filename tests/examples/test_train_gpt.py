@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = ["--steps", "40", "--batch", "4", "--length", "64", "--width", "32", "--layers", "1"]
 
 
+@pytest.mark.exhaustive
 def test_losses_match_those_of_sdpa():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

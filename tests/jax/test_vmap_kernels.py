@@ -77,7 +77,9 @@ def test_two_axes(monkeypatch):
     check_folds(monkeypatch, inner, (0, 0, None), [queries, stacked(k), v])
 
 
-@pytest.mark.parametrize("kind", ["own lists", "own bits"])
+@pytest.mark.parametrize(
+    "kind", ["own lists", pytest.param("own bits", marks=pytest.mark.exhaustive)]
+)
 def test_masks(monkeypatch, kind):
     q, k, v = qkv(20, 40, heads=(1, 1))
 
@@ -97,6 +99,7 @@ def test_masks(monkeypatch, kind):
     check_folds(monkeypatch, call, axes, arrays)
 
 
+@pytest.mark.exhaustive
 def test_sinks_of_their_own_run_one_by_one(monkeypatch):
     q, k, v = qkv(9, 20, batch=1, heads=(1, 1))
 
@@ -111,7 +114,9 @@ def test_sinks_of_their_own_run_one_by_one(monkeypatch):
     assert mapped == [SIZE * once[0], *once[1:] * SIZE]
 
 
-@pytest.mark.parametrize("kind", ["shared cache", "own pages"])
+@pytest.mark.parametrize(
+    "kind", ["shared cache", pytest.param("own pages", marks=pytest.mark.exhaustive)]
+)
 def test_decode(monkeypatch, kind):
     q, k, v, lengths = decoding.problem(
         20, heads=(2, 1), sq=1, dims=(16, 16), lengths=(7,) if kind == "shared cache" else (7, 20)

@@ -78,6 +78,7 @@ def test_sources_are_fetched_once(tmp_path):
         tool.fetch((tmp_path / "none.tar.gz").as_uri(), tmp_path / "cache" / "z")
 
 
+@pytest.mark.exhaustive
 def test_both_sides_are_run(tmp_path):
     """A suite whose test fails where this package takes part."""
     folder = tmp_path / "y"

@@ -159,6 +159,7 @@ def test_a_crash_of_the_child_is_raised():
         compile_kernels((90,), package="no_such_package")
 
 
+@pytest.mark.exhaustive
 def test_command_line(capsys):
     assert compile_only.main(["--arch", "sm_90", "merge_states/float16-d64", "--jobs", "1"]) == 0
     captured = capsys.readouterr()

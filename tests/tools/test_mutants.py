@@ -193,6 +193,7 @@ def test_a_run_tells_killed_from_survived_and_goes_on(planted, tmp_path, monkeyp
     assert "1 killed, 0 survived" in text and "1 equivalent" in text
 
 
+@pytest.mark.exhaustive
 def test_a_loop_without_end_is_a_timeout(planted, tmp_path):
     answers, text = run(
         planted,

@@ -14,6 +14,7 @@ def calls(name):
     return case.build(torch.device("cpu"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_without_a_gpu_every_peer_of_jax_says_why():
     suite = SUITES["jax"]
