@@ -4,6 +4,8 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +56,25 @@ def test_constants_that_json_does_not_hold_are_text(monkeypatch, hook):
 def test_without_a_hook_triton_stays_as_it_is():
     with constants_as_text():
         assert jit.serialize_specialization_data is WRITE
+
+
+def test_threads_that_compile_leave_triton_as_it_was(monkeypatch):
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **kwargs: None)
+    began = threading.Event()
+
+    def compile_too():
+        began.set()
+        with constants_as_text():
+            pass
+
+    with constants_as_text():
+        other = threading.Thread(target=compile_too)
+        other.start()
+        began.wait()
+        # until it waits for this thread
+        time.sleep(0.2)
+    other.join()
+    assert jit.serialize_specialization_data is WRITE
 
 
 SCRIPT = """

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 _ONE_AT_A_TIME = threading.RLock()
-_WRITER = "serialize_specialization_data"
 
 
 @contextmanager
@@ -21,20 +20,20 @@ def constants_as_text() -> Iterator[None]:
     from triton import knobs
     from triton.runtime import jit
 
-    write: Any = getattr(jit, _WRITER, None)
-    if write is None or not (knobs.runtime.jit_cache_hook or knobs.runtime.jit_post_compile_hook):
+    if not (knobs.runtime.jit_cache_hook or knobs.runtime.jit_post_compile_hook):
         yield
         return
-
-    def write_all(name: str, signature: Any, constants: dict[Any, Any], *rest: Any) -> Any:
-        return write(name, signature, {k: _for_json(v) for k, v in constants.items()}, *rest)
-
     with _ONE_AT_A_TIME:
-        setattr(jit, _WRITER, write_all)
+        write: Any = jit.serialize_specialization_data
+
+        def write_all(name: str, signature: Any, constants: dict[Any, Any], *rest: Any) -> Any:
+            return write(name, signature, {k: _for_json(v) for k, v in constants.items()}, *rest)
+
+        jit.serialize_specialization_data = write_all
         try:
             yield
         finally:
-            setattr(jit, _WRITER, write)
+            jit.serialize_specialization_data = write
 
 
 def _for_json(constant: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The suite of lengths never seen before: no case may call with a length of another."""
+"""The suite of lengths never seen before: no call may have the length of an earlier one."""
 
 import torch
 
@@ -10,7 +10,7 @@ def test_no_length_comes_twice(monkeypatch):
 
     def recorded(function, tokens):
         def call(q, *args, **kwargs):
-            seen.append(q.shape[tokens])
+            seen.append((q.requires_grad, tokens, q.shape[tokens]))
             return function(q, *args, **kwargs)
 
         return call
@@ -21,3 +21,9 @@ def test_no_length_comes_twice(monkeypatch):
         contender = suite.PEERS[suite.OURS].prepare(case.build(torch.device("cpu")))
         contender.check(contender.run())
     assert len(seen) == len(set(seen)) > 20
+
+
+def test_there_are_lengths_for_every_round():
+    # a run that is checked and the three of the longest timing, of both kinds of training
+    needed = 2 * (suite._WARM_UP + 4 * suite.LENGTHS + 1)
+    assert needed <= suite._LONGEST - suite._SHORTEST

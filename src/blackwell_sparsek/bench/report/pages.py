@@ -1,9 +1,9 @@
-"""The pages of this repository that are written from results: python -m ...bench.report.pages
+"""The pages of this repository that are written from results; `make pages` writes them.
 
 README.md and docs/results/index.md have a generated section between two markers;
 docs/results/<suite>.md is generated as a whole. All of it comes from benchmarks/results, and a test
-checks that the pages are up to date. docs/support.md is written along with them. `make pages` runs
-this in the root of a checkout; the wheel does not have it.
+checks that the pages are up to date. docs/support.md is written along with them. The wheel does not
+have this module.
 """
 
 import pathlib

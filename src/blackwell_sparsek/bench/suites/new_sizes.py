@@ -26,7 +26,7 @@ SDPA, FUNCTION = "sdpa", "function"
 TRAINING, CALLING_THREAD = "training", "training, calling thread"
 # Lengths of one measurement.
 LENGTHS = 500
-_SHORTEST, _LONGEST = 129, 4096
+_SHORTEST, _LONGEST = 129, 6144
 # Lengths for compiling, spread over all.
 _WARM_UP = 150
 # Calls after which the host waits for the GPU. It holds back a host that is 1,024 launches ahead,
@@ -73,7 +73,10 @@ class NewInputs:
 
     def take(self, lengths: Iterator[int], count: int) -> list[list[torch.Tensor]]:
         """q, k, v and the gradient of the output for the next `count` lengths."""
-        return [self._tensors(length) for length in itertools.islice(lengths, count)]
+        taken = [self._tensors(length) for length in itertools.islice(lengths, count)]
+        if len(taken) < count:
+            raise RuntimeError("no new lengths are left: run new_sizes in a process of its own")
+        return taken
 
     def _tensors(self, length: int) -> list[torch.Tensor]:
         problem = self.problem
@@ -90,18 +93,19 @@ class NewInputs:
 
 Call = Callable[..., torch.Tensor]
 
-_unseen: dict[str, Iterator[int]] = {}
+_unseen: dict[tuple[str, bool, bool], Iterator[int]] = {}
 
 
-def unseen_lengths(peer: str) -> Iterator[int]:
-    """Lengths that no call of a peer in this process has had, any few of them spread over all.
+def unseen_lengths(peer: str, problem: NewSizes) -> Iterator[int]:
+    """Lengths that no such call of a peer in this process has had, any few spread over all.
 
-    Cases share them: a second call of the same length in another case would not be new.
+    Both kinds of training share them: the calls of the second would not be new.
     """
-    if peer not in _unseen:
+    kind = (peer, problem.trains, problem.kind == "packed")
+    if kind not in _unseen:
         mixed = sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32)
-        _unseen[peer] = iter(mixed)
-    return _unseen[peer]
+        _unseen[kind] = iter(mixed)
+    return _unseen[kind]
 
 
 def _ours(inputs: NewInputs) -> Contender:
@@ -178,7 +182,7 @@ def _why_no_function(inputs: NewInputs) -> str | None:
 def _contender(
     peer: str, inputs: NewInputs, call: Call, *, checked: bool = True, most: int = LENGTHS
 ) -> Contender:
-    problem, lengths = inputs.problem, unseen_lengths(peer)
+    problem, lengths = inputs.problem, unseen_lengths(peer, inputs.problem)
 
     def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
         if not problem.trains:

@@ -170,6 +170,6 @@ def sum_scaled(acc, ring, factors, begin, end, CFG: gl.constexpr):
         stage = step % CFG.STAGES
         mbarrier.wait(ring.full.index(stage), (step // CFG.STAGES) & 1)
         acc = _add_scaled(acc, ring, stage, factors, CFG)
-        # always true: Triton 3.6 takes a bound that only loops read for that of the first tile
+        # always true: Triton 3.6 and 3.7 take a bound that only loops read for the first tile's
         mbarrier.arrive(ring.empty.index(stage), count=1, pred=step < end)
     return acc
