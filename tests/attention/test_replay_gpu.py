@@ -101,6 +101,7 @@ def test_training_with_a_new_mask_every_step(causal, impl, deterministic):
             close(got, eager(kept(seed, 0.1 * (seed + 1)), seed, causal))
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 def test_training_without_a_mask():
     for seed in range(4):
         inputs, dout = tensors(seed, grad=True)

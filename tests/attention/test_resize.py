@@ -214,10 +214,20 @@ def test_what_else_differs_is_made_in_full(gpu):
 def test_lengths_that_come_again_are_recorded_and_replayed(gpu):
     Call(100).make()
     made = Call(200)
-    made.make()
-    assert gpu.full == 1 and not replay._DENSE
+    for _ in range(launch_replay.RESIZED_CALLS):
+        made.make()
+        assert gpu.full == 1 and not replay._DENSE
     made.make()
     assert gpu.full == 2 and len(replay._DENSE) == 1
+
+
+def test_lengths_that_are_not_kept_are_seldom_recorded(gpu):
+    """With more lengths than a cache holds, what one call records, others throw away."""
+    made = Call(100)
+    for _ in range(3 * launch_replay.RESIZED_CALLS):
+        made.make()
+        replay._DENSE.clear()
+    assert gpu.full == 3
 
 
 def test_wrong_shapes_reach_the_checks(gpu):

@@ -41,7 +41,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
     # every call is recorded, also the first one of its sizes
     for user in (module, attention_repeat, attention_autograd):
-        monkeypatch.setattr(user, "seen_before", lambda key, note=True: True)
+        monkeypatch.setattr(user, "seen_before", lambda *args, **kwargs: True)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(workspace, "_kept", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -112,6 +112,7 @@ def test_the_second_call_of_its_sizes_is_recorded(gpu, monkeypatch):
         for expected in (1, 2, 2, 2):
             call()
             assert gpu.calls == expected
+    monkeypatch.setattr(module, "_seen", {})
     monkeypatch.setattr(module, "MAX_SEEN", 2)
     assert [SEEN_BEFORE((i,)) for i in (1, 2, 1, 3, 1, 1)] == [
         False,

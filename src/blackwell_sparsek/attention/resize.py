@@ -15,6 +15,7 @@ from ..core.torch_private import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
     NO_RECORDER,
+    RESIZED_CALLS,
     Cache,
     Described,
     Recorder,
@@ -50,8 +51,8 @@ def repeated(
 ) -> Tensors | None:
     """Output and lse of a call by recorded launches; None if the call must be made in full.
 
-    The arguments are those of `replay.replayed`. Lengths that come for the second time are left to
-    the full call, whose launches are recorded.
+    The arguments are those of `replay.replayed`. Lengths that come often are left to the full call,
+    whose launches are recorded.
     """
     results = replay.replayed(found, options, inputs, mask, packed)
     if results is None and found is not None and mask is None and _FAMILIES:
@@ -65,7 +66,9 @@ def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]
         return None
     key, call = given
     family = kept(_FAMILIES, key)
-    if family is None or family.device != raw_device() or seen_before(found.key, note=False):
+    if family is None or family.device != raw_device():
+        return None
+    if seen_before(found.key, note=False, times=RESIZED_CALLS):
         return None
     results: Tensors | None = family.launches.run(call)
     if results is None:

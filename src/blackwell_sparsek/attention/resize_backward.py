@@ -12,6 +12,7 @@ from ..core.torch_private import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
     NO_RECORDER,
+    RESIZED_CALLS,
     Cache,
     Described,
     Recorder,
@@ -46,7 +47,9 @@ def resized_gradients(
         return None
     key, sources = given
     family = kept(_FAMILIES, key)
-    if family is None or family.device != raw_device() or seen_before(found.key, note=False):
+    if family is None or family.device != raw_device():
+        return None
+    if seen_before(found.key, note=False, times=RESIZED_CALLS):
         return None
     gradients = family.launches.run(sources, tensors)
     if gradients is None:

@@ -81,6 +81,7 @@ def test_the_same_bits_in_every_run(splits, band, monkeypatch):
             torch.testing.assert_close(x, want, atol=2e-2 * float(want.abs().max()), rtol=2e-2)
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_replayed_and_resized(deterministic):
     """The tuning's own choice at 28 heads on 4, recorded, replayed, and with lengths never seen."""

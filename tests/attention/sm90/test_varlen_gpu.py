@@ -235,6 +235,7 @@ def test_explain():
     assert decision.chosen == "triton" and "above zero" in decision.reasons["sm90"]
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 def test_repeated_calls_read_what_they_are_given():
     """The second call on is a recorded launch: new tensors, addresses and lengths."""
     torch.manual_seed(0)
@@ -255,6 +256,7 @@ def test_repeated_calls_read_what_they_are_given():
                 kept.append((q, cu_q, cu_k))
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 @pytest.mark.parametrize("same", [False, True])
 def test_a_call_is_recorded(same):
     from blackwell_sparsek.attention.replay import _PACKED
