@@ -507,3 +507,21 @@ def test_sparse_prefill_refusals():
 def test_what_cannot_be_asked_for(asked, why):
     with pytest.raises(ValueError, match=why):
         Engine(2, sparse=asked)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"logits_soft_cap": 5.0}])
+def test_a_warm_up_makes_a_step_with_a_prompt_and_changes_nothing(options, monkeypatch):
+    engine = Engine(2, **options)
+    engine.step([3, 5])
+    kept, calls = engine.cache.clone(), []
+    varlen = backend.attention_varlen
+    monkeypatch.setattr(
+        backend, "attention_varlen", lambda *a, **kw: calls.append(kw) or varlen(*a, **kw)
+    )
+    impl = engine.impl
+    keys, values = impl._pages(engine.cache)
+    given = {"causal": True, "window": impl.window, "softcap": impl.softcap, "scale": impl.scale}
+    impl._warm_up(torch.zeros(1, HEADS, DIM), keys, values, given)
+    (call,) = calls
+    assert impl.is_warm and call["max_seqlen_q"] == backend.WARM_UP_TOKENS
+    assert torch.equal(engine.cache.nan_to_num(7.0), kept.nan_to_num(7.0))

@@ -38,6 +38,8 @@ FP8_NAMES = ("fp8", "fp8_e4m3")
 LEAST_CAPABILITY = (8, 0)
 # New tokens of a request for which `attention_decode` is made.
 MOST_DECODED = 16
+# Tokens of the prompt of `_warm_up`, for which the kernels of all longer prompts are compiled.
+WARM_UP_TOKENS = 128
 # The name of this package in `additional_config`.
 CONFIG = "blackwell_sparsek"
 
@@ -369,6 +371,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.summaries: PageSummaries | None = None
+        self.is_warm = False
         self.slopes: torch.Tensor | None = None
         if alibi_slopes is not None:
             self.slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -471,6 +474,32 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         )
         yield StepPart(prompts, runs.starts, sparse.prefill_queries, None, lengths, table, chosen)
 
+    def _warm_up(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: dict[str, Any],
+    ) -> None:
+        """Compile what steps with prompts run: before it serves, vLLM only makes steps that decode.
+
+        A short prompt and a request that decodes read the first page; what comes out is dropped.
+        """
+        self.is_warm = True
+        prompt, device = WARM_UP_TOKENS, query.device
+        q = query.new_zeros(prompt + 1, self.num_heads, self.head_size)
+        offsets = torch.tensor([0, prompt, prompt + 1], dtype=torch.int32, device=device)
+        pages = -(-prompt // keys.shape[1])
+        part = StepPart(
+            slice(0, prompt + 1),
+            offsets,
+            prompt,
+            None,
+            torch.tensor([prompt, 1], dtype=torch.int32, device=device),
+            torch.zeros(2, pages, dtype=torch.int32, device=device),
+        )
+        _attend(q, keys, values, torch.empty_like(q), part, options)
+
     def forward(
         self,
         layer: Any,
@@ -505,6 +534,8 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
+        if query.is_cuda and not self.is_warm and not torch.cuda.is_current_stream_capturing():
+            self._warm_up(query, keys, values, options)
         for part in self._parts(query[:tokens], keys, attn_metadata):
             _attend(query[:tokens], keys, values, out, part, options)
         return output
