@@ -328,8 +328,8 @@ class NarrowSm90Config:
     def max_registers(self) -> int:
         """Registers of a thread: for sums and their addresses, besides those of the producer."""
         if self.SCALED:
-            # besides the sums, those of one block and its factors
-            return 128
+            # besides the sums, those of two blocks and their factors
+            return 152
         return 96 if self.sums_width <= GROUP_ROWS else 128
 
     @property
@@ -435,8 +435,8 @@ def narrow_stages_that_fit(
     tiles = _exchange_tiles(tile_m, tile_n, stage_k, item_bytes) if split_k > 1 else 0
     exchange = item_bytes * tile_m * stage_k * tiles
     budget = SMEM_BYTES - relayout - exchange - 2 * KIB
-    # with half the bytes per element, twice the stages keep as much in flight
-    most = MOST_STAGES * 2 // item_bytes
+    # as many bytes in flight as with stages of 128 columns in 16 bits
+    most = MOST_STAGES if item_bytes == 2 else MOST_STAGES * 256 // stage_k
     # a block has at least 32 columns in fp8, and a factor for each column of x
     factors = 4 * x_rows * max(1, stage_k // 32) if item_bytes == 1 else 0
     return min(most, budget // (item_bytes * stage_k * (tile_m + x_rows) + factors))

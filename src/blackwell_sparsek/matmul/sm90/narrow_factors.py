@@ -143,23 +143,43 @@ def load_factors(scales, schedule, ring, factors, n_cols, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _add_scaled(acc, ring, stage, factors, CFG: gl.constexpr):
-    """acc + the products of the blocks of a stage, each times its factors."""
+def _start_product(ring, place, CFG: gl.constexpr):
+    """Start the product of a block of the ring."""
     layout: gl.constexpr = CFG.accumulator_layout()
-    along: gl.constexpr = gl.SliceLayout(1 if CFG.swapped else 0, layout)
     sums_width: gl.constexpr = CFG.sums_width
-    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
     nothing = gl.zeros([_SUMS, sums_width], gl.float32, layout)
-    for b in gl.static_range(stage_blocks):
-        of_columns = factors.index(stage * CFG.STAGE_BLOCKS + b).load(along)
-        a = ring.a.index(stage * CFG.STAGE_BLOCKS + b)
-        x = ring.x.index(stage * CFG.STAGE_BLOCKS + b)
-        if CFG.swapped:
-            part = warpgroup_mma(x, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=(part,)) * of_columns[:, None]
+    a = ring.a.index(place)
+    x = ring.x.index(place)
+    if CFG.swapped:
+        part = warpgroup_mma(x, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        part = warpgroup_mma(a, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return part
+
+
+@gluon.jit
+def _factors_of(factors, place, CFG: gl.constexpr):
+    """The factors of a block of the ring, along the rows or columns of its product."""
+    along: gl.constexpr = gl.SliceLayout(1 if CFG.swapped else 0, CFG.accumulator_layout())
+    of_columns = factors.index(place).load(along)
+    return of_columns[:, None] if CFG.swapped else of_columns[None, :]
+
+
+@gluon.jit
+def _add_scaled(acc, ring, stage, factors, CFG: gl.constexpr):
+    """acc + the products of the blocks of a stage times their factors, two of them at a time."""
+    stage_blocks: gl.constexpr = CFG.STAGE_BLOCKS
+    for b in gl.static_range(0, stage_blocks, 2):
+        place = stage * CFG.STAGE_BLOCKS + b
+        of_first = _factors_of(factors, place, CFG)
+        first = _start_product(ring, place, CFG)
+        if b + 1 < CFG.STAGE_BLOCKS:
+            of_second = _factors_of(factors, place + 1, CFG)
+            second = _start_product(ring, place + 1, CFG)
+            acc += warpgroup_mma_wait(1, deps=(first,)) * of_first
+            acc += warpgroup_mma_wait(0, deps=(second,)) * of_second
         else:
-            part = warpgroup_mma(a, x.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=(part,)) * of_columns[None, :]
+            acc += warpgroup_mma_wait(0, deps=(first,)) * of_first
     return acc
 
 

@@ -133,10 +133,12 @@ def narrow_fp8_config(problem: BsrProblem) -> NarrowSm90Config | None:
     config = narrow_sm90_config(problem) if problem.n <= NARROW else None
     if config is None or config.TILE_K < 32:
         return None
-    stage_k, wide = config.TILE_K * config.STAGE_BLOCKS, problem.out_dtype == torch.float32
+    # a stage has as many bytes as one of 16 bits, and two products under way
+    stage_blocks = min(4, 2 * config.STAGE_BLOCKS)
+    stage_k, wide = config.TILE_K * stage_blocks, problem.out_dtype == torch.float32
     tiles = (config.TILE_M, config.TILE_N, stage_k)
     stages = narrow_stages_that_fit(*tiles, wide, config.SPLIT_K, item_bytes=1)
-    return replace(config, STAGES=stages, ITEM_BYTES=1)
+    return replace(config, STAGE_BLOCKS=stage_blocks, STAGES=stages, ITEM_BYTES=1)
 
 
 @lru_cache(maxsize=1024)
