@@ -8,9 +8,10 @@ warp group computes with keys as the rows of its products,
 
     s^T = K Q^T [TILE_N, ROWS]      o^T = V^T P^T [Dv, ROWS]
 
-so that few queries cost few instructions. K and V are operands in shared memory, where TMA put
-them; fp8 ones are first converted to fp16 in registers. Q and P are small, and the consumer writes
-them to shared memory.
+so that few queries cost few instructions; 64 queries fill the rows of a product themselves. K and V
+are operands in shared memory, where TMA put them; fp8 ones are first converted to fp16 in
+registers. Q and P are small, and the consumer writes them to shared memory; the P of 64 queries
+stays in registers.
 
 Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches.
 Limits: queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV
@@ -249,6 +250,76 @@ def write_record(consume, split, begins, ends, head_tiles, program):
 
 
 @gluon.jit
+def _by_rows(product, CFG: gl.constexpr):
+    """A product with the queries as its rows."""
+    if CFG.swapped:
+        product = gl.permute(product, (1, 0))
+    return product
+
+
+@gluon.jit
+def _no_scores(CFG: gl.constexpr):
+    """Zeros of the shape of a product of keys and queries."""
+    layout: gl.constexpr = CFG.scores_layout()
+    rows: gl.constexpr = CFG.TILE_N if CFG.swapped else CFG.ROWS
+    columns: gl.constexpr = CFG.ROWS if CFG.swapped else CFG.TILE_N
+    return gl.zeros([rows, columns], gl.float32, layout)
+
+
+@gluon.jit
+def _no_values(CFG: gl.constexpr):
+    """Zeros of the shape of a product of weights and values."""
+    layout: gl.constexpr = CFG.accumulator_layout()
+    rows: gl.constexpr = CFG.TILE_DV if CFG.swapped else CFG.ROWS
+    columns: gl.constexpr = CFG.ROWS if CFG.swapped else CFG.TILE_DV
+    return gl.zeros([rows, columns], gl.float32, layout)
+
+
+@gluon.jit
+def _start_scores(k, q_smem, no_scores, CFG: gl.constexpr):
+    """Start the product of keys and queries."""
+    if CFG.swapped:
+        q = q_smem.permute((1, 0))
+        scores = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+    else:
+        scores = warpgroup_mma(q_smem, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _rescaled(acc, rescale, CFG: gl.constexpr):
+    """Accumulators times a factor for each query."""
+    if CFG.swapped:
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(0, acc.type.layout))[None, :]
+    else:
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc
+
+
+@gluon.jit
+def _put_weights(p, p_smem, CFG: gl.constexpr):
+    """Weights [queries, keys] as an operand: in shared memory, or in registers if they are rows."""
+    weights = p_smem
+    if CFG.swapped:
+        p_smem.store(p.to(p_smem.dtype))
+    else:
+        operand: gl.constexpr = gl.DotOperandLayout(0, CFG.accumulator_layout(), 2)
+        weights = gl.convert_layout(p.to(p_smem.dtype), operand)
+    return weights
+
+
+@gluon.jit
+def _add_values(acc, weights, values, CFG: gl.constexpr):
+    """acc + the product of weights and values; `values` [dims, keys] if CFG.swapped."""
+    if CFG.swapped:
+        fence_async_shared()
+        product = warpgroup_mma(values, weights.permute((1, 0)), acc, is_async=True)
+    else:
+        product = warpgroup_mma(weights, values, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(product,))
+
+
+@gluon.jit
 def _consume(consume, shared, CFG: gl.constexpr):
     """Attend with the queries of each split."""
     ring = shared.ring
@@ -260,12 +331,11 @@ def _consume(consume, shared, CFG: gl.constexpr):
     tile_dv: gl.constexpr = CFG.TILE_DV
     num: gl.constexpr = CFG.ROWS
     layout: gl.constexpr = CFG.accumulator_layout()
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
     group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    no_scores = gl.zeros([tile_n, num], gl.float32, layout)
-    turned = gl.permute(no_scores, (1, 0))
-    rows = rows_of(turned)
-    offs_n = columns_of(turned)
+    no_scores = _no_scores(CFG)
+    no_sums = _by_rows(no_scores, CFG)
+    rows = rows_of(no_sums)
+    offs_n = columns_of(no_sums)
     num_rows = keys.q_len * heads.group
     q_tiles = (num_rows + num - 1) // num
     acc_partials = consume.workspace.partials
@@ -297,9 +367,9 @@ def _consume(consume, shared, CFG: gl.constexpr):
         kv_lo, kv_hi = kv_range(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         all_lo, all_hi = kv_range_of_all(0, keys.q_len, keys.q_len, length, keys.left, keys.right)
         m_log2, row_sum = init_state(rows)
-        sums = turned
+        sums = no_sums
         wrong = 0
-        acc = gl.zeros([tile_dv, num], gl.float32, layout)
+        acc = _no_values(CFG)
         for tile in range(split.kv_tile, split.kv_end):
             stage = step % CFG.STAGES
             phase = (step // CFG.STAGES) & 1
@@ -314,19 +384,18 @@ def _consume(consume, shared, CFG: gl.constexpr):
                 cut = note >= 2
             if CFG.BLOCK_KV is not None:
                 positions = shared.notes.positions.index(stage)
-                kv_pos = positions.load(gl.SliceLayout(0, turned.type.layout))
+                kv_pos = positions.load(gl.SliceLayout(0, no_sums.type.layout))
             k = ring.k.index(stage)
             v = ring.v.index(stage)
             if CFG.WORDS:
                 k = key_operand(k, layout)
-            q_turned = consume.q_smem.permute((1, 0))
-            scores = warpgroup_mma(k, q_turned, no_scores, use_acc=False, is_async=True)
+            scores = _start_scores(k, consume.q_smem, no_scores, CFG)
             if CFG.WORDS:
                 if cut:
                     drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
                 # while the tensor cores multiply
                 values = value_operand(v, layout)
-            s = gl.permute(warpgroup_mma_wait(0, deps=(scores,)), (1, 0))
+            s = _by_rows(warpgroup_mma_wait(0, deps=(scores,)), CFG)
             if CFG.WORDS and score.inverse_cap is not None:
                 s = s * inside
             s = cap(s, score.inverse_cap)
@@ -334,21 +403,20 @@ def _consume(consume, shared, CFG: gl.constexpr):
                 s = mask_scores(s, kv_pos, queries.first_row, length, keys, heads.group)
             m_log2, p, rescale = weigh(m_log2, s, factor)
             sums = sums * rescale[:, None] + p
-            p_smem.store(p.to(p_smem.dtype))
-            acc = acc * gl.convert_layout(rescale, columns)[None, :]
+            weights = _put_weights(p, p_smem, CFG)
+            acc = _rescaled(acc, rescale, CFG)
             if not CFG.WORDS:
                 if cut:
                     drop_dead_values(v, kv_start, positions, kv_lo, kv_hi)
-                values = v.permute((1, 0))
-            fence_async_shared()
-            product = warpgroup_mma(values, p_smem.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(product,))
+                    fence_async_shared()
+                values = v.permute((1, 0)) if CFG.swapped else v
+            acc = _add_values(acc, weights, values, CFG)
             mbarrier.arrive(ring.empty.index(stage), count=1)
             step += 1
 
         if CFG.WORDS:
             acc = turned_back(acc)
-        out = gl.permute(acc, (1, 0))
+        out = _by_rows(acc, CFG)
         out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
         row_sum = gl.convert_layout(gl.sum(sums, 1), out_rows)
         if CFG.scattered:
@@ -431,7 +499,9 @@ def _attn_decode_sm90_kernel(
     k_smem = tiles(k_desc, stages, tile_n)
     v_smem = tiles(v_desc, stages, tile_n)
     q_smem = gl.allocate_shared_memory(dtype, [num, tile_d], q_layout)
-    p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
+    p_smem = q_smem
+    if CFG.swapped:
+        p_smem = gl.allocate_shared_memory(dtype, [num, tile_n], p_layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flags = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
     positions = gl.allocate_shared_memory(gl.int32, [stages, CFG.noted_keys], plain)

@@ -63,6 +63,8 @@ LATENT_VALUES = 512
 ROWS_OF_ROUND, PARTS_OF_ROUND, FEW_ROUNDS = 4, 16, 6
 # The fewest keys of one copy: a step of WGMMA.
 STEP = 16
+# Rows of a WGMMA.
+WGMMA_ROWS = 64
 # With more rows, scores leave too few registers for fp8 operands in registers.
 MOST_FP8_ROWS = 16
 
@@ -197,9 +199,21 @@ class DecodeSm90Config(CopiedKeys):
         """Shape of a copy of values."""
         return (1, 1, self.copy_keys, self.TILE_DV // self.packed)
 
+    @property
+    def swapped(self) -> bool:
+        """Whether keys are the rows of the products, because there are too few queries to fill 64.
+
+        Then the results of the products are [keys or dims, ROWS], otherwise [ROWS, keys or dims].
+        """
+        return self.ROWS < WGMMA_ROWS
+
+    def scores_layout(self) -> object:
+        """Register layout of scores."""
+        return accumulator_layout(self.ROWS if self.swapped else self.TILE_N)
+
     def accumulator_layout(self) -> object:
-        """Register layout of products: [keys or dims, ROWS]."""
-        return accumulator_layout(self.ROWS)
+        """Register layout of accumulators."""
+        return accumulator_layout(self.ROWS if self.swapped else self.TILE_DV)
 
 
 def make_config(
@@ -218,7 +232,7 @@ def make_config(
     # Half the shared memory of an SM holds enough bytes in flight, and each further stage delays a
     # launch by the 120 cycles of its barriers. The accumulators of 64 rows need all registers, so
     # that one program has the SM and its shared memory to itself.
-    tall = rows == 64
+    tall = rows == WGMMA_ROWS
     scattered = page_size is not None or block_kv is not None
     copies = tile_n // gcd(tile_n, page_size or 0, block_kv or 0)
     budget = SMEM_BYTES if tall else SMEM_BYTES // 2

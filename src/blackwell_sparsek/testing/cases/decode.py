@@ -152,8 +152,7 @@ class DecodeSm90(NamedTuple):
     max_spill_bytes: int = 0
 
 
-# With 64 rows, values spill that are needed after the loop; with eight copies, coordinates spill
-# while they wait for a stage.
+# With eight copies, coordinates spill while they wait for a stage.
 DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128), "d128"),
     DecodeSm90(make_config(8, 128, 128, single=True), "d128-single"),
@@ -173,7 +172,9 @@ DECODE_SM90 = (
     DecodeSm90(make_config(16, 128, 128, 64, 64, words=True), "d128-fp8-lists", everything=True),
     DecodeSm90(make_config(32, 128, 128), "d128-rows32"),
     DecodeSm90(make_config(32, 128, 128, single=True, combined=True), "d128-rows32-combined"),
-    DecodeSm90(make_config(64, 128, 128, 256), "d128-rows64", dtype=HALF, max_spill_bytes=1024),
+    DecodeSm90(make_config(64, 128, 128, 256), "d128-rows64", dtype=HALF),
+    DecodeSm90(make_config(64, 128, 128, single=True, combined=True), "d128-rows64-combined"),
+    DecodeSm90(make_config(64, 64, 128, 64, 64), "d64-128-rows64-lists", everything=True),
 )
 
 
