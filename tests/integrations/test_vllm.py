@@ -521,7 +521,9 @@ def test_a_warm_up_makes_a_step_with_a_prompt_and_changes_nothing(options, monke
     impl = engine.impl
     keys, values = impl._pages(engine.cache)
     given = {"causal": True, "window": impl.window, "softcap": impl.softcap, "scale": impl.scale}
-    impl._warm_up(torch.zeros(1, HEADS, DIM), keys, values, given)
+    table = torch.zeros(4, 1000, dtype=torch.int32)
+    impl._warm_up(torch.zeros(1, HEADS, DIM), keys, values, table, given)
     (call,) = calls
     assert impl.is_warm and call["max_seqlen_q"] == backend.WARM_UP_TOKENS
+    assert call["page_table"].stride() == table.stride()
     assert torch.equal(engine.cache.nan_to_num(7.0), kept.nan_to_num(7.0))

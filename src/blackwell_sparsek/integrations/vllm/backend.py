@@ -479,17 +479,19 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        block_table: torch.Tensor,
         options: dict[str, Any],
     ) -> None:
         """Compile what steps with prompts run: before it serves, vLLM only makes steps that decode.
 
         A short prompt and a request that decodes read the first page; what comes out is dropped.
+        The page table has the row stride of `block_table`, since kernels are compiled for it.
         """
         self.is_warm = True
         prompt, device = WARM_UP_TOKENS, query.device
         q = query.new_zeros(prompt + 1, self.num_heads, self.head_size)
         offsets = torch.tensor([0, prompt, prompt + 1], dtype=torch.int32, device=device)
-        pages = -(-prompt // keys.shape[1])
+        pages = max(-(-prompt // keys.shape[1]), block_table.stride(0))
         part = StepPart(
             slice(0, prompt + 1),
             offsets,
@@ -535,7 +537,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             "v_scale": v_scale,
         }
         if query.is_cuda and not self.is_warm and not torch.cuda.is_current_stream_capturing():
-            self._warm_up(query, keys, values, options)
+            self._warm_up(query, keys, values, attn_metadata.block_table, options)
         for part in self._parts(query[:tokens], keys, attn_metadata):
             _attend(query[:tokens], keys, values, out, part, options)
         return output
