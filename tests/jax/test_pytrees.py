@@ -27,6 +27,22 @@ def test_importing_it_leaves_torch_alone():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_lists_have_partial_blocks_before_full_ones():
+    visible = np.ones((32, 32), bool)
+    # the blocks of column 0 are full, then partial; those of row 1 partial, then full
+    visible[20, 3] = False
+    lists = bsk_jax.BlockMask.from_element_mask(visible, 16).lists
+    found = {name: np.asarray(x)[0, 0].tolist() for name, x in lists._asdict().items()}
+    assert found == {
+        "row_start": [0, 2, 4],
+        "row_full": [0, 3, 4],
+        "q_block": [1, 0, 0, 1],
+        "bits_id": [0, -1, -1, -1],
+        "column_start": [0, 2, 4],
+        "column_full": [1, 2, 4],
+    }
+
+
 def test_it_is_reached_as_an_attribute():
     program = (
         "import blackwell_sparsek as bsk, sys; bsk.jax.attention\nassert 'torch' not in sys.modules"

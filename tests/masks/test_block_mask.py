@@ -381,6 +381,13 @@ def test_check_problem():
         )
 
 
+@pytest.mark.parametrize("made_for, wanted", [((1, 3), (1, 4)), ((2, 4), (1, 4))])
+def test_the_way_out_of_a_mask_per_kv_head_is_no_other_ones(made_for, wanted):
+    mask = BlockMask.from_dense(torch.ones(*made_for, 2, 3, dtype=torch.bool), 16)
+    with pytest.raises(InvalidInput, match=r"32, 48\], got \["):
+        mask.check_problem("attention", *wanted, 32, 48)
+
+
 ONES = torch.ones(2, 3, dtype=torch.bool)
 
 
