@@ -97,6 +97,7 @@ def main():
     ]
     print(json.dumps([*results, {"name": "compiled", "count": len(described._kernels)}]))
     assert "torch" not in sys.modules
+    assert (driver_calls.TARGET, "CUDA") in ffi._registered
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ FALLBACKS = {
     "jax": ["jax/test_attention.py", "jax/test_decode.py", "jax/test_matmul.py"],
     "jax/attention_triton": ["jax/test_attention_kernels.py", "jax/test_vmap_kernels.py"],
     "jax/batching": ["jax/test_vmap_kernels.py"],
+    "jax/driver_calls": ["jax/test_sm90.py"],
     "jax/decode_triton": ["jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
     "jax/flat_kernels": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
     "jax/kernel_calls": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
