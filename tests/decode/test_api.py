@@ -100,6 +100,7 @@ def test_autocast_casts_queries_but_no_cache():
             "torch.float8_e4m3fn, got torch.float32",
         ),
         ({"cache_seqlens": torch.tensor([20, 7])}, "cache_seqlens has an unsupported dtype"),
+        ({"cache_seqlens": [20, 7]}, "cache_seqlens is not a tensor; expected torch.Tensor"),
         ({"causal": 1}, "causal is not a bool"),
         ({"kv_blocks": torch.zeros(2, 2, 1).int()}, "kv_block_size is not an int"),
         ({"scale": "1"}, "scale is not a number"),

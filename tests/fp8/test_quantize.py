@@ -251,6 +251,19 @@ def test_auto_takes_the_kernels_on_a_gpu():
     assert quantize_dispatch.choose("auto", problem).name == "triton"
 
 
+@pytest.mark.parametrize(
+    "arch, dtype, why",
+    [
+        (Arch("cuda", 70, 80, 98304, False), torch.float16, "sm_80"),
+        (Arch("cuda", 90, 132, 232448, False), torch.float64, "float64"),
+    ],
+)
+def test_why_not_the_kernels(arch, dtype, why):
+    call = QuantizeCall(torch.zeros(2, 8, dtype=dtype), "tensor", E4M3, 128, False, False, False)
+    with pytest.raises(bsk.Unsupported, match=why):
+        quantize_dispatch.choose("triton", replace(call.problem, arch=arch))
+
+
 @pytest.mark.gpu
 @EVERY_SCALE
 @pytest.mark.parametrize(
