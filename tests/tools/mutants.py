@@ -107,7 +107,11 @@ FALLBACKS = {
     "attention/fp8_": ["fp8/test_attention.py", "attention/test_api.py"],
     "attention/merge": ["attention/test_merge_op.py"],
     "attention/eager": ["attention/eager/test_forward.py", "attention/test_autograd.py"],
-    "attention/triton": ["attention/triton/test_route.py", "attention/test_bias.py"],
+    "attention/triton": [
+        "attention/triton/test_route.py",
+        "attention/test_bias.py",
+        "attention/gated/test_gated.py",
+    ],
     "decode": ["decode/test_api.py", "decode/test_op.py"],
     "distributed": ["distributed/test_alone.py", "distributed/test_simulated_ranks.py"],
     "distributed/plan": ["distributed/test_simulated_ranks.py"],
