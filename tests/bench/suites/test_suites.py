@@ -44,6 +44,7 @@ def test_groups_hold_suites_and_all_holds_all():
         "attention_small",
         "attention_wide",
         "backward_wide",
+        "backward_small",
         "attention_window",
         "attention_varlen",
         "block_sparse",

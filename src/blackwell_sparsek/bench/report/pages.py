@@ -220,6 +220,7 @@ SUITES = (
     "mask_building",
     "backward",
     "backward_wide",
+    "backward_small",
     "training",
     "decode",
     "mla",

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import attention, explain
 from ...testing.tolerance import assert_within_budget
-from ..case import Case, Contender, Peer, Suite
+from ..case import EAGER, SUSTAINED, Case, Contender, Peer, Suite
 from .attention import HIDDEN, PROBLEMS, TINY, TOKENS, case_of, dtype_of
 from .attention_peers import (
     FA2,
@@ -314,6 +314,18 @@ def wide(tiny: bool = False) -> Iterator[Case]:
     yield _case(problem, ON_BAND)
 
 
+def small(tiny: bool = False) -> Iterator[Case]:
+    """Gradients of 28:4 heads, of D96, and of four sequences of 512 tokens."""
+    dtype = dtype_of(tiny)
+    for length in (128,) if tiny else (2048, 4096):
+        problem = Attention(1, 28, length, 128, 4, dtype, causal=True)
+        yield _case(problem, ON_BAND)
+    yield _case(Attention(2, 16, 64 if tiny else 8192, 96, dtype=dtype, causal=True), ON_BAND)
+    short = Attention(4, 12, 64 if tiny else 512, 64, dtype=dtype, causal=True)
+    # calls that follow each other take as long on the host as on the GPU, or longer
+    yield replace(_case(short, ON_BAND), modes=(EAGER, SUSTAINED))
+
+
 def training(tiny: bool = False) -> Iterator[Case]:
     """Forward and backward pass of the attention in a layer of Llama 3 8B, one sequence."""
     heads, kv_heads = (4, 2) if tiny else (32, 8)
@@ -331,5 +343,6 @@ def _case(problem: Attention, peers: tuple[str, ...]) -> Case:
 SUITES = [
     Suite("backward", backward.__doc__ or "", backward, BACKWARD, OURS),
     Suite("backward_wide", wide.__doc__ or "", wide, BACKWARD, OURS),
+    Suite("backward_small", small.__doc__ or "", small, BACKWARD, OURS),
     Suite("training", training.__doc__ or "", training, BACKWARD, OURS),
 ]
