@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import blackwell_sparsek.jax as bsk_jax  # noqa: E402
 from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec  # noqa: E402
 from blackwell_sparsek.core.env import environment_for_compiler  # noqa: E402
 from blackwell_sparsek.core.errors import Unsupported  # noqa: E402
-from blackwell_sparsek.jax import attention_sm90, attention_triton  # noqa: E402
+from blackwell_sparsek.jax import attention_sm90, attention_triton, driver_calls  # noqa: E402
 from blackwell_sparsek.launch.descriptors import Descriptor  # noqa: E402
 from blackwell_sparsek.masks.band import Band  # noqa: E402
 from blackwell_sparsek.testing.captured_launches import captured_launches  # noqa: E402
@@ -116,6 +117,12 @@ def test_arrays_that_broadcast_get_memory():
     q, k = jnp.zeros((3, 2, 8, 16)), jnp.zeros((1, 2, 8, 16))
     own = attention_sm90.with_own_memory((q, k, k, None, None))
     assert [None if x is None else x.shape[0] for x in own] == [3, 3, 3, None, None]
+
+
+def test_a_launch_that_was_described_elsewhere():
+    call = SimpleNamespace(attribute=lambda name: "0123")
+    with pytest.raises(RuntimeError, match="no launch 0123 was described in this process"):
+        driver_calls.execute(call)
 
 
 @pytest.mark.exhaustive

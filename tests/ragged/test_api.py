@@ -1,5 +1,7 @@
 """`attention_varlen` over caches: against the oracle, checks, routes, gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,13 @@ def test_random_calls(seed, impl):
     assert out is call.out
     call.lse.copy_(lse)
     check_ragged(call, what=str(case))
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_the_problem_tells_of_slopes(alibi):
+    call = RaggedCase(1, torch.float32).build("cpu")
+    call = replace(call, alibi_slopes=torch.ones(call.q.shape[1]) if alibi else None)
+    assert call.problem.alibi is alibi
 
 
 def test_long_prompts_are_cut_into_several_parts():

@@ -113,6 +113,8 @@ def test_errors():
         block_magnitude(w, (16, 16), 0.5, norm="linf")
     with pytest.raises(InvalidInput, match=r"w has a wrong rank; expected \[M, K\]"):
         block_magnitude(w[0], (16, 16), 0.5)
+    with pytest.raises(InvalidType, match=r"w is not a tensor.*got list"):
+        block_magnitude([[1.0]], (16, 16), 0.5)
     with pytest.raises(InvalidType, match="w has an unsupported dtype"):
         block_magnitude(w.int(), (16, 16), 0.5)
     with pytest.raises(InvalidInput, match="w has no values; expected a real device"):

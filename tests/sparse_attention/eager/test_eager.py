@@ -98,6 +98,19 @@ def test_everything_chosen_is_attention(way):
     assert torch.allclose(out, bsk.attention(q, k, v, causal=True), atol=1e-12)
 
 
+def test_a_gate_of_zero_hides_the_largest_score(way):
+    q, k, v = torch.randn(1, 1, 1, 16), *torch.randn(2, 1, 1, 32, 16)
+    k[:, :, 16:] = 1e4 * q
+    indices = torch.tensor([0, 1]).view(1, 1, 1, 2)
+    both, first = (
+        bsk.KeySelection.from_indices(x, granularity=16, kv_len=32)
+        for x in (indices, indices[..., :1])
+    )
+    gate = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    out = bsk.sparse_attention(q, k, v, both, gate=gate)
+    assert torch.allclose(out, bsk.sparse_attention(q, k, v, first), atol=1e-6)
+
+
 def test_a_gate_of_zero_is_not_chosen_but_has_a_gradient(way):
     (q, k, v, chosen), _ = problems.dense(lengths=(33, 64), most=2)
     gate = torch.ones(chosen.ids.shape)
