@@ -140,6 +140,9 @@ def test_what_is_not_there_is_said():
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="the call has no attribute launch"):
         jax.block_until_ready(jax.jit(called(no_attribute, ((1,), jnp.float32), other=1))())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the attribute launch is of kind"):
+        several = called(no_attribute, ((1,), jnp.float32), launch=np.arange(3))
+        jax.block_until_ready(jax.jit(several)())
 
     def no_stream(call):
         call.stream()
