@@ -103,11 +103,16 @@ FALLBACKS = {
     "device/fp8": ["decode/test_triton.py"],
     "device/ordering": ["kv_cache/test_selection_kernels.py"],
     "device/paging": ["decode/test_triton.py"],
+    "device/softmax": [
+        "attention/triton/test_forward.py",
+        "sparse_attention/triton/test_forward.py",
+    ],
     "device/partials": ["decode/test_triton.py"],
     "attention": ["attention/test_api.py", "attention/test_op.py", "attention/test_autograd.py"],
     "attention/fp8_": ["fp8/test_attention.py", "attention/test_api.py"],
     "attention/merge": ["attention/test_merge_op.py"],
     "attention/eager": ["attention/eager/test_forward.py", "attention/test_autograd.py"],
+    "attention/sdpa": ["integrations/test_torch_sdpa.py", "attention/test_api.py"],
     "attention/triton": [
         "attention/triton/test_route.py",
         "attention/test_bias.py",
