@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
+from blackwell_sparsek.attention.autograd import TrainingCall
+from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.launch.workspace import scratch
@@ -87,6 +89,28 @@ def test_what_copies_is_not_repeated(gpu):
         call(dout=torch.zeros(1, 2, 1, 16, dtype=torch.float16).expand(1, 2, 32, 16))
         call(needs=[True, True, True, True])
     assert gpu.calls == 4 and not gpu.repeated
+
+
+@pytest.mark.parametrize("added", ["alibi_slopes", "bias"])
+def test_gradients_with_added_scores_do_not_take_the_launches_of_others(gpu, added):
+    q, k, v, out, dout = (torch.zeros(1, 2, 32, 16, dtype=torch.float16) for _ in range(5))
+    lse = torch.zeros(1, 2, 32)
+    given = {"alibi_slopes": torch.ones(2), "bias": torch.zeros(1, 2, 32, 32)}
+
+    def train(**scores):
+        spec = AttnSpec(0.25, EVERYTHING, max_q=32, max_k=32, **scores)
+        training = TrainingCall.of(AttentionCall(q, k, v, spec), "triton")
+        scores = [scores.get(name) for name in given]
+        saved = (q, k, v, out, lse, None, None, None, *scores)
+        training.gradients(dout, None, saved, tuple(NEEDS))
+
+    with torch.no_grad():
+        for _ in range(3):
+            train()
+        assert gpu.repeated
+        calls, repeated = gpu.calls, len(gpu.repeated)
+        train(**{added: given[added]})
+    assert gpu.calls == calls + 1 and len(gpu.repeated) == repeated
 
 
 def test_a_recording_sees_all_launches(gpu):
