@@ -10,6 +10,11 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek import BlockMask
 from blackwell_sparsek.attention import api as functional_attention
+from blackwell_sparsek.calls.attention import AttnGradients, AttnSpec
+from blackwell_sparsek.masks.band import EVERYTHING, Band
+from blackwell_sparsek.testing.attention_cases import check_attention, oracle
+from blackwell_sparsek.testing.attention_gradients import check_gradients
+from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 HEADS, LENGTH, DIM = 4, 1024, 64
@@ -50,18 +55,26 @@ def tensors(seed, grad=False):
     return [x.requires_grad_() for x in made[:3]] if grad else made[:3], made[3]
 
 
-def eager(keep, seed, causal, block=128):
-    """What a call with this mask gives, by plain PyTorch on fp64 copies."""
-    (q, k, v), dout = tensors(seed)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    mask = BlockMask.from_dense(keep, block).to("cuda")
-    out = bsk.attention(*leaves, block_mask=mask, causal=causal, impl="eager")
-    return [out, *torch.autograd.grad(out, leaves, dout.double())]
+def spec_of(keep, causal, block=128):
+    mask = None if keep is None else BlockMask.from_dense(keep, block).to("cuda")
+    band = Band(None, 0) if causal else EVERYTHING
+    return AttnSpec(DIM**-0.5, band, mask, max_q=LENGTH, max_k=LENGTH)
 
 
-def close(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.double(), b.detach(), rtol=2e-2, atol=2e-2)
+def check_out(out, keep, seed, causal, block=128):
+    (q, k, v), _ = tensors(seed)
+    spec = spec_of(keep, causal, block)
+    exact, _ = oracle(q.double(), k.double(), v.double(), spec)
+    plain, _ = oracle(q, k, v, spec, precision=q.dtype)
+    assert_within_budget(out, exact, plain)
+
+
+def check_step(got, keep, seed, causal):
+    """Check an output and the gradients of q, k and v."""
+    out, *gradients = got
+    check_out(out, keep, seed, causal)
+    inputs, dout = tensors(seed)
+    check_gradients(AttnGradients(*gradients, None), dout, None, *inputs, spec_of(keep, causal))
 
 
 @pytest.mark.parametrize("block", [128, 64])
@@ -81,8 +94,8 @@ def test_a_new_mask_every_call(causal, impl, block):
             got = [bsk.attention(q, k, v, block_mask=mask, **options) for _ in range(2)]
             # memory of lists that have ended serves the next mask
             del mask
-        expected = eager(keep.cpu(), seed, causal, block)[0]
-        close(got, [expected, expected])
+        for out in got:
+            check_out(out, keep, seed, causal, block)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -98,7 +111,7 @@ def test_training_with_a_new_mask_every_step(causal, impl, deterministic):
             with contextlib.nullcontext() if waits else repeated_only():
                 out = bsk.attention(*inputs, block_mask=mask, **options)
                 got = [out, *torch.autograd.grad(out, inputs, dout)]
-            close(got, eager(kept(seed, 0.1 * (seed + 1)), seed, causal))
+            check_step(got, kept(seed, 0.1 * (seed + 1)), seed, causal)
 
 
 @pytest.mark.usefixtures("recorded_at_once")
@@ -107,12 +120,12 @@ def test_training_without_a_mask():
         inputs, dout = tensors(seed, grad=True)
         with repeated_only() if seed > 1 else contextlib.nullcontext():
             out, lse = bsk.attention(*inputs, causal=True, return_lse=True)
-            got = [out, *torch.autograd.grad((out, lse), inputs, (dout, torch.ones_like(lse)))]
-        (q, k, v), _ = tensors(seed)
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        out, lse = bsk.attention(*leaves, causal=True, return_lse=True, impl="eager")
-        wanted = torch.autograd.grad((out, lse), leaves, (dout.double(), torch.ones_like(lse)))
-        close(got, [out, *wanted])
+            dlse = torch.ones_like(lse)
+            gradients = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+        q, k, v = (x.detach() for x in inputs)
+        spec = spec_of(None, causal=True)
+        check_attention(out.detach(), lse.detach(), q, k, v, spec)
+        check_gradients(AttnGradients(*gradients, None), dout, dlse, q, k, v, spec)
 
 
 def test_masks_on_other_streams():
@@ -153,7 +166,7 @@ def test_a_graph_of_a_training_step_with_its_mask():
         keep.copy_(kept(seed))
         graph.replay()
         torch.cuda.synchronize()
-        close(results, eager(kept(seed), 0, True))
+        check_step(results, kept(seed), 0, True)
 
 
 def test_lists_end_with_their_mask():
