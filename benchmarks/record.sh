@@ -14,8 +14,8 @@ export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" FLASH_ATTENTION_CUTE_DSL_CACH
 # the tables that the project is judged by, then what takes minutes: many cases, fresh processes
 tables="attention_dense block_sparse backward matmul_founding decode attention_window
  attention_wide backward_wide backward_small attention_small matmul_decode attention_varlen
- training bsr_training mla serving append fp8_attention fp8_matmul fp8_quantize sparse_attention selection
- sparsek gated_attention mask_building host new_sizes distributed"
+ training bsr_training mla serving append fp8_attention fp8_matmul fp8_quantize
+ sparse_attention selection sparsek gated_attention mask_building host new_sizes distributed"
 sweeps="matmul_crossover matmul_llama matmul_square matmul_layers jax first_call"
 
 bench() { "$python" -m blackwell_sparsek bench "$@"; }

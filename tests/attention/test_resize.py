@@ -35,7 +35,7 @@ def gpu(monkeypatch):
     state = SimpleNamespace(launched=[], full=0)
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(launch_replay, "_seen", {})
-    for module in (replay, resize, resize_backward, autograd):
+    for module in (replay, autograd):
         monkeypatch.setattr(module, "seen_before", SEEN_BEFORE)
     for module in (resize, resize_backward):
         monkeypatch.setattr(module, "raw_device", lambda: DEVICE)

@@ -2,7 +2,12 @@ import pytest
 import torch
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.kv_cache.selection import page_summaries_op, topk_pages_op
+from blackwell_sparsek.kv_cache.selection import (
+    page_summaries_op,
+    summaries_dispatch,
+    topk_dispatch,
+    topk_pages_op,
+)
 from blackwell_sparsek.testing import inputs
 
 FP8 = torch.float8_e4m3fn
@@ -219,3 +224,8 @@ def test_wrong_choice(change, text):
     options = {"q": torch.zeros(2, 4, 1, 8), "summaries": made, "k": 3, **where}
     with pytest.raises(bsk.InvalidInput, match=text):
         bsk.topk_pages(**{**options, **change})
+
+
+@pytest.mark.parametrize("dispatch", [summaries_dispatch, topk_dispatch], ids=lambda x: x.op)
+def test_kernels_come_before_plain_torch(dispatch):
+    assert list(dispatch.candidates) == ["triton", "eager"]

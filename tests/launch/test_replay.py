@@ -41,7 +41,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr(module, "_is_in_gpu_memory", lambda x: True)
     # every call is recorded, also the first one of its sizes
     for user in (module, attention_repeat, attention_autograd):
-        monkeypatch.setattr(user, "seen_before", lambda *args, **kwargs: True)
+        monkeypatch.setattr(user, "seen_before", lambda key: True)
     monkeypatch.setattr(templates, "raw_stream", lambda device: STREAM)
     monkeypatch.setattr(workspace, "_kept", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -123,6 +123,8 @@ def test_the_second_call_of_its_sizes_is_recorded(gpu, monkeypatch):
         True,
     ]
     assert not SEEN_BEFORE(([],)) and not SEEN_BEFORE(([],))
+    # a call that is recorded counts from the start: its recording may be thrown away
+    assert [SEEN_BEFORE(("again",)) for _ in range(4)] == [False, True, False, True]
 
 
 def test_a_second_call_launches_with_its_own_tensors(gpu):

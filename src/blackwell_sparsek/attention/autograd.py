@@ -21,7 +21,6 @@ from ..launch.replay import (
     Launches,
     Tensors,
     described,
-    forget,
     is_plain_call,
     keep,
     seen_before,
@@ -208,8 +207,6 @@ class TrainingCall:
             flat = operator_options(call, for_gradients=True)
             return attn_bwd(dout, dlse, q, k, v, out, lse, *flat, list(needs), impl)
         if not first:
-            if found is not None:
-                forget(found.key)
             return run_backward(call, dout, dlse, out, lse, needs, impl)
         with gradient_recorder(found, options, call, tensors) as recorder:
             return recorder.keep(compute_backward(call, dout, dlse, out, lse, needs, impl))

@@ -23,7 +23,6 @@ from ..launch.replay import (
     Recorder,
     Tensors,
     described,
-    forget,
     keep,
     kept,
     may_record,
@@ -113,7 +112,6 @@ def recorder(
         key = (key, kind)
     if key in cache or not _is_contiguous(sinks):
         return NO_RECORDER
-    forget(found.key)
     make = _TrainingRecorder if trains else Recorder
     wanted = 2 if trains or options[0] else 1
     return make(cache, key, (*inputs, *lists), wanted, closed=mask is not None)

@@ -23,7 +23,8 @@ from ..launch.replay import (
     keep,
     kept,
     may_record,
-    seen_before,
+    note_call,
+    times_seen,
 )
 from . import replay
 from .autograd import TrainingCall
@@ -68,12 +69,12 @@ def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]
     family = kept(_FAMILIES, key)
     if family is None or family.device != raw_device():
         return None
-    if seen_before(found.key, note=False, times=RESIZED_CALLS):
+    if times_seen(found.key) >= RESIZED_CALLS:
         return None
     results: Tensors | None = family.launches.run(call)
     if results is None:
         return None
-    seen_before(found.key)
+    note_call(found.key)
     if not found.trains:
         return results
     training = family.training.resized(call.max_q, call.max_k)

@@ -20,7 +20,8 @@ from ..launch.replay import (
     keep,
     kept,
     may_record,
-    seen_before,
+    note_call,
+    times_seen,
 )
 from .sm90.config import AttnBwdSm90Config
 from .sm90.tuning import attn_bwd_sm90_is_split
@@ -49,12 +50,12 @@ def resized_gradients(
     family = kept(_FAMILIES, key)
     if family is None or family.device != raw_device():
         return None
-    if seen_before(found.key, note=False, times=RESIZED_CALLS):
+    if times_seen(found.key) >= RESIZED_CALLS:
         return None
     gradients = family.launches.run(sources, tensors)
     if gradients is None:
         return None
-    seen_before(found.key)
+    note_call(found.key)
     return (*gradients, _NOTHING)
 
 

@@ -258,21 +258,11 @@ def _by_rows(product, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _no_scores(CFG: gl.constexpr):
-    """Zeros of the shape of a product of keys and queries."""
-    layout: gl.constexpr = CFG.scores_layout()
-    rows: gl.constexpr = CFG.TILE_N if CFG.swapped else CFG.ROWS
-    columns: gl.constexpr = CFG.ROWS if CFG.swapped else CFG.TILE_N
-    return gl.zeros([rows, columns], gl.float32, layout)
-
-
-@gluon.jit
-def _no_values(CFG: gl.constexpr):
-    """Zeros of the shape of a product of weights and values."""
-    layout: gl.constexpr = CFG.accumulator_layout()
-    rows: gl.constexpr = CFG.TILE_DV if CFG.swapped else CFG.ROWS
-    columns: gl.constexpr = CFG.ROWS if CFG.swapped else CFG.TILE_DV
-    return gl.zeros([rows, columns], gl.float32, layout)
+def _no_product(WIDTH: gl.constexpr, LAYOUT: gl.constexpr, CFG: gl.constexpr):
+    """Zeros of the shape of a product with WIDTH keys or dims."""
+    rows: gl.constexpr = WIDTH if CFG.swapped else CFG.ROWS
+    columns: gl.constexpr = CFG.ROWS if CFG.swapped else WIDTH
+    return gl.zeros([rows, columns], gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -332,7 +322,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
     num: gl.constexpr = CFG.ROWS
     layout: gl.constexpr = CFG.accumulator_layout()
     group: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    no_scores = _no_scores(CFG)
+    no_scores = _no_product(tile_n, CFG.scores_layout(), CFG)
     no_sums = _by_rows(no_scores, CFG)
     rows = rows_of(no_sums)
     offs_n = columns_of(no_sums)
@@ -369,7 +359,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         m_log2, row_sum = init_state(rows)
         sums = no_sums
         wrong = 0
-        acc = _no_values(CFG)
+        acc = _no_product(tile_dv, layout, CFG)
         for tile in range(split.kv_tile, split.kv_end):
             stage = step % CFG.STAGES
             phase = (step // CFG.STAGES) & 1

@@ -1,7 +1,7 @@
 """Replay of earlier calls, without their checks, operator dispatch and kernel lookup.
 
-The launches of a call depend only on its sizes, strides, dtypes and options. They are recorded at
-the first call; a later call that agrees in all of these only allocates its results and launches.
+The launches of a call depend only on its sizes, strides, dtypes and options. They are recorded when
+these come again; a later call that agrees in all of them only allocates its results and launches.
 `described` makes the key. It runs in every call and looks at each tensor once: what the key holds
 was checked when the call was recorded, so only what it does not hold is checked again.
 
@@ -24,7 +24,7 @@ from .templates import RecordedLaunches
 
 # Recordings in one cache, which is cleared when it is full: a model has only a handful of sizes.
 MAX_RECORDINGS = 64
-# Sizes that were seen once. Recording takes longer than a call, so it is the second call of the
+# Sizes whose calls are counted. Recording takes longer than a call, so it is the second call of the
 # same sizes that is recorded: those of ragged batches may never come again.
 MAX_SEEN = 4096
 # Calls of the same lengths that take the launch of other lengths before one is recorded: on an H200
@@ -51,30 +51,44 @@ Cache = dict[Any, Any]
 
 
 # How often each key was noted, by its hash.
-_seen: dict[int, int] = {}
+_seen: dict[int | None, int] = {}
 
 
-def seen_before(key: tuple[Any, ...], note: bool = True, times: int = 1) -> bool:
-    """Whether a call with this key of `described` was noted so often before; `note` notes it."""
+def seen_before(key: tuple[Any, ...]) -> bool:
+    """Whether a call with this key of `described` was noted before; if not, it is noted.
+
+    A call that was is to be recorded, and counting starts anew: otherwise more sizes than a cache
+    has room for would be recorded at every call.
+    """
+    if _seen.pop(_place(key), 0):
+        return True
+    note_call(key)
+    return False
+
+
+def times_seen(key: tuple[Any, ...]) -> int:
+    """How many calls with this key were noted since one was recorded."""
+    return _seen.get(_place(key), 0)
+
+
+def note_call(key: tuple[Any, ...]) -> None:
+    """Count a call that is not recorded."""
+    place = _place(key)
+    if place is None:
+        return
+    count = _seen.get(place, 0)
+    if not count and len(_seen) >= MAX_SEEN:
+        _seen.clear()
+    _seen[place] = count + 1
+
+
+def _place(key: tuple[Any, ...]) -> int | None:
+    """Where a key is counted; None if an option in it is unhashable."""
     try:
         # if two keys share a hash, they are recorded a few calls earlier
-        place = hash(key)
+        return hash(key)
     except TypeError:
-        return False  # an option in the key is unhashable
-    count = _seen.get(place, 0)
-    if note:
-        if not count and len(_seen) >= MAX_SEEN:
-            _seen.clear()
-        _seen[place] = count + 1
-    return count >= times
-
-
-def forget(key: tuple[Any, ...]) -> None:
-    """Count the calls with this key from the start, because one of them is recorded.
-
-    Otherwise more lengths than a cache has room for would be recorded again and again.
-    """
-    _seen.pop(hash(key), None)
+        return None
 
 
 # What launches depend on of one tensor besides its address: shape, strides, dtype, index of the

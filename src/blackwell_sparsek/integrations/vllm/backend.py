@@ -536,7 +536,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
-        if query.is_cuda and not self.is_warm and not torch.cuda.is_current_stream_capturing():
+        if not self.is_warm and query.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._warm_up(query, keys, values, attn_metadata.block_table, options)
         for part in self._parts(query[:tokens], keys, attn_metadata):
             _attend(query[:tokens], keys, values, out, part, options)
