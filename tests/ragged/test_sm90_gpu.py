@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.calls.ragged import RaggedCall
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.ragged.sm90 import attention_ragged, launch_attn_ragged_sm90
-from blackwell_sparsek.ragged.tuning import ragged_sm90_config, why_not_sm90
+from blackwell_sparsek.ragged.tuning import ragged_sm90_config, takes_steps, why_not_sm90
 from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, check_ragged, draw_ragged_case
 
@@ -161,6 +162,87 @@ def test_bands_and_chunks(band, chunk, top_left):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_scores(scale, softcap):
     check(dataclasses.replace(PAGED, scale=scale, softcap=softcap, sinks=True, padding=200))
+
+
+# Decoding steps alone: sequences without a query or without keys, and rows without a sequence.
+STEPS = RaggedCase(
+    11, BRAIN, heads=(8, 2), q_lens=(1, 0, 1, 1, 1, 0, 1), head_dims=(128, 128), padding=3,
+    kv_lens=(700, 50, 129, 0, 3000, 9, 1), layout="paged", sinks=True,
+)  # fmt: skip
+
+
+def check_steps(case):
+    """By the kernel of decoding, and the same twice: counters of parts must be zero again."""
+    assert takes_steps(case.build("cuda").problem)
+    first, second = check(case), check(case)
+    assert first.out.equal(second.out) and first.lse.equal(second.lse)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"layout": "contiguous"}, {"layout": "contiguous", "moved": True}, {"page_size": 48},
+    {"table_dtype": torch.int64, "page_size": 64}, {"heads": (64, 8), "head_dims": (64, 64)},
+    {"fp8": "head"}, {"fp8": "tensor", "softcap": 2.0, "scale": -0.3}, {"block_size": 16},
+    {"fp8": "head", "block_size": 16, "band": Band(500, 0)}, {"band": Band(100, 0)},
+    {"heads": (64, 1), "dtype": HALF, "q_lens": (1,) * 140, "kv_lens": (300,) * 140},
+    {"q_lens": (1,), "kv_lens": (5000,), "padding": 0}, {"q_lens": (0,), "kv_lens": (5,)},
+    {"q_lens": (1,) * 150, "kv_lens": (70,) * 150, "softcap": 3.0},
+])  # fmt: skip
+def test_decoding_steps(changes):
+    check_steps(dataclasses.replace(STEPS, **changes))
+
+
+def test_steps_with_strides():
+    """Queries and outputs that are parts of larger tensors, and an output at any address."""
+    call = STEPS.build("cuda")
+    tokens, heads, dim = call.q.shape
+    expected = attend(call)
+    wide = torch.full((tokens, heads + 2, dim + 24), 7.0, dtype=call.q.dtype, device="cuda")
+    q, out = wide.clone()[:, 1:-1, 8:-16], wide.clone()[:, 1:-1, 1 : dim + 1]
+    q.copy_(call.q)
+    found = attend(dataclasses.replace(call, q=q, out=out))
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])
+
+
+def test_a_wrong_page_of_a_step_spoils_only_its_row():
+    call = STEPS.build("cuda")
+    good = [x.clone() for x in attend(call)]
+    table = call.page_table.clone()
+    # the third sequence has the second query; the second sequence has none
+    table[2, 1], table[1, 0] = 10**6, -1
+    spoiled = dataclasses.replace(
+        call, page_table=table, out=call.out.clone(), lse=call.lse.clone()
+    )
+    attend(spoiled)
+    assert spoiled.out[1].isnan().all()
+    spoiled.out[1], spoiled.lse[:, 1] = good[0][1], good[1][:, 1]
+    assert spoiled.out.equal(good[0]) and spoiled.lse.equal(good[1])
+
+
+def test_a_graph_of_steps_follows_offsets_and_lengths():
+    call = STEPS.build("cuda")
+    arguments = (call.q.nan_to_num(), call.k, call.v, call.cu_seqlens_q)
+    options = {
+        "max_seqlen_q": 1, "cache_seqlens": call.seqlens_k, "page_table": call.page_table,
+        "causal": True, "impl": "sm90", "return_lse": True,
+    }  # fmt: skip
+    bsk.attention_varlen(*arguments, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = bsk.attention_varlen(*arguments, **options)
+    for q_lens, kv_lens in (
+        ((1, 1, 1, 1, 1, 1, 1), (700, 50, 129, 0, 3000, 9, 1)),
+        ((0, 0, 1, 0, 1, 1, 0), (3, 5, 100, 8, 2000, 0, 1)),
+    ):
+        call.cu_seqlens_q.copy_(torch.tensor([0, *q_lens]).cumsum(0))
+        call.seqlens_k.copy_(torch.tensor(kv_lens))
+        graph.replay()
+        eager = bsk.attention_varlen(*arguments, **{**options, "impl": "sm90"})
+        assert out.equal(eager[0]) and lse.equal(eager[1])
+        host = RaggedCall(
+            out.cpu(), lse.cpu(), *(x.cpu() for x in arguments), 1, call.max_k, call.scale,
+            seqlens_k=call.seqlens_k.cpu(), page_table=call.page_table.cpu(), band=Band(None, 0),
+        )  # fmt: skip
+        check_ragged(host, what=str(q_lens), on_gpu=True)
 
 
 def test_one_long_sequence_is_shared_by_all_programs():

@@ -15,6 +15,7 @@ from blackwell_sparsek.ragged.tuning import (
     ragged_config,
     ragged_sm90_config,
     ragged_sm90_unsupported,
+    takes_steps,
     why_not_triton,
 )
 from blackwell_sparsek.testing.ragged_cases import RaggedCase
@@ -109,6 +110,50 @@ def test_auto_takes_the_hopper_kernel_where_it_can_run(monkeypatch):
     monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
     assert ragged_dispatch.decide("auto", PROBLEM).chosen == "sm90"
     assert ragged_dispatch.decide("auto", replace(PROBLEM, alibi=True)).chosen == "triton"
+
+
+STEPS = replace(PROBLEM, batch=32, tokens=32, max_q=1, steps=True)
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"cache_dtype": FP8}, {"block_size": 16}, {"page_size": None}, {"heads_q": 512},
+    {"head_dim": 64, "head_dim_v": 64}, {"tokens": 1, "batch": 1},
+])  # fmt: skip
+def test_decoding_steps_alone_take_the_kernel_of_decoding(changes):
+    assert takes_steps(replace(STEPS, **changes))
+    assert not takes_steps(replace(STEPS, steps=False, **changes))
+
+
+@pytest.mark.parametrize("changes", [
+    {"head_dim": 96}, {"cache_dtype": FP8, "heads_q": 256}, {"alibi": True}, {"tma": False},
+    # many parts of many rows, which a separate launch combines
+    {"tokens": 1, "heads_q": 64, "heads_kv": 1}, {"arch": replace(H200, sm=100)},
+])  # fmt: skip
+def test_steps_that_it_does_not_take(changes):
+    assert not takes_steps(replace(STEPS, **changes))
+
+
+@pytest.mark.parametrize("changes, steps", [
+    ({}, True), ({"layout": "paged"}, True), ({"sinks": True, "softcap": 2.0}, True),
+    ({"moved": True}, True), ({"layout": "paged", "block_size": 16}, True), ({"padding": 3}, True),
+    ({"q_lens": (0, 0)}, True), ({"moved": True, "block_size": 16}, False),
+    ({"q_lens": (1, 2)}, False),
+    ({"layout": "packed"}, False), ({"used": True}, False), ({"first_keys": True}, False),
+    ({"chunk": 8}, False), ({"top_left": True}, False), ({"batch_invariant": True}, False),
+])  # fmt: skip
+def test_which_calls_are_decoding_steps(changes, steps):
+    case = RaggedCase(1, **{"q_lens": (1, 0), "kv_lens": (30, 5), **changes})
+    assert case.build("cpu").problem.steps is steps
+
+
+def test_auto_takes_steps_over_fp8_caches_and_lists(monkeypatch):
+    """Which the Hopper kernel of packed queries has no code for."""
+    monkeypatch.setattr(tuning, "why_no_kernels", lambda arch: None)
+    monkeypatch.setattr(tuning, "why_no_gluon", lambda: None)
+    for changes in ({"cache_dtype": FP8}, {"block_size": 16}):
+        assert ragged_dispatch.decide("auto", replace(STEPS, **changes)).chosen == "sm90"
+        assert ragged_dispatch.decide("auto", replace(PROBLEM, **changes)).chosen == "triton"
 
 
 @pytest.mark.parametrize("dim, stages", [(128, 3), (64, 4)])

@@ -8,6 +8,7 @@ import torch
 from ..core.arch import Arch, arch_of
 from ..masks.band import EVERYTHING, Band
 from .attention import tma_takes
+from .decode import DecodeProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,17 @@ class RaggedCall:
             tma=tma_takes(self.k) and tma_takes(self.v),
             tma_q=tma_takes(self.q),
             positive=self.softcap > 0 or self.scale > 0,
+            steps=self._decodes,
         )
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether sequences have at most one query, and options that decoding has too."""
+        others = (self.cu_seqlens_k, self.seqused_q, self.first_key)
+        listed = self.slabs is not None and self.kv_blocks is not None
+        if any(x is not None for x in others) or listed:
+            return False
+        return self.max_q <= 1 and not (self.chunk or self.top_left or self.batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,31 @@ class RaggedProblem:
     """Likewise the queries."""
     positive: bool = True
     """Whether scores have a factor above zero; the sign of others goes into the queries."""
+    steps: bool = False
+    """Whether sequences have at most one query, and options that decoding has too."""
+
+    @property
+    def decoding(self) -> DecodeProblem:
+        """The problem of decoding whose sequences are the queries of this one."""
+        return DecodeProblem(
+            arch=self.arch,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            batch=self.tokens,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            q_len=1,
+            capacity=self.capacity,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            page_size=self.page_size,
+            block_size=self.block_size,
+            banded=False,
+            softcap=False,
+            sinks=False,
+            tma=self.tma,
+            alibi=self.alibi,
+        )
 
     @property
     def group(self) -> int:

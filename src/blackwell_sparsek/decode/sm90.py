@@ -211,6 +211,11 @@ def write_rows(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
     inverse, lse = finalise(m_log2, row_sum)
     if score.v_scale is not None:
         inverse *= gl.load(score.v_scale + work.kv_head * score.v_scale_stride)
+    if shared.places_ptr is not None:
+        # neither a sink nor a block out of range is a result of a query without a sequence
+        unused = gl.load(shared.places_ptr + work.sequence) < 0
+        inverse = gl.where(unused, 0.0, inverse)
+        lse = gl.where(unused, -float("inf"), lse)
     out_ptr = consume.results.out + work.sequence.to(gl.int64) * strides.batch
     gl.store(
         out_ptr + offset[:, None] + columns_of(acc)[None, :],
@@ -218,6 +223,8 @@ def write_rows(consume, shared, work, m_log2, row_sum, acc, first_row, end_row):
         live[:, None],
     )
     lse_row = (work.sequence.to(gl.int64) * heads.kv * heads.group + head) * q_len + token
+    if shared.places_ptr is not None:
+        lse_row = head.to(gl.int64) * shared.keys.batch + work.sequence
     gl.store(consume.results.lse + lse_row, lse, live)
 
 
@@ -449,6 +456,7 @@ def _attn_decode_sm90_kernel(
     seqlens_ptr,
     page_table_ptr,
     list_ptr,
+    places_ptr,
     sinks_ptr,
     score,
     workspace,
@@ -509,7 +517,7 @@ def _attn_decode_sm90_kernel(
         results, q_ptr, sinks_ptr, score, workspace, strides, q_smem, p_smem, num_splits
     )
     notes = StageNotes(positions, flags)
-    shared = SharedState(ring, notes, splits, keys, first_length, heads)
+    shared = SharedState(ring, notes, splits, keys, first_length, heads, places_ptr)
     # the first role runs in the warps of the launch, the other in an additional warp
     gl.warp_specialize(
         [(_consume, (consume, shared, CFG)), (produce_tiles, (produce, shared, CFG))],
@@ -527,7 +535,12 @@ def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def launch_attn_decode_sm90(
-    out: torch.Tensor, lse: torch.Tensor, call: DecodeCall, config: DecodeSm90Config, programs: int
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: DecodeCall,
+    config: DecodeSm90Config,
+    programs: int,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Fill `out` and `lse`.
 
@@ -540,12 +553,16 @@ def launch_attn_decode_sm90(
     call : validated; caches with strides and addresses that TMA accepts and at least one slot
     config : tiles; SINGLE for a batch of one
     programs : how many programs split the tiles of all sequences and heads
+    places : int32 [B], for one query of each sequence: its row of the page table, the lists or a
+        contiguous cache, -1 for a query without a sequence. Then `lse` is [Hq, B], and parts are
+        not combined by a separate launch.
     """
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     batch, heads_q, q_len, _ = q.shape
     if batch * heads_q * q_len == 0:
         return
     assert batch == 1 or not config.SINGLE, f"{batch=} {config=}"
+    assert places is None or not (config.COMBINED or q_len > 1), f"{q_len=} {config=}"
     if config.WORDS:
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     with on_device_of(q):
@@ -558,7 +575,7 @@ def launch_attn_decode_sm90(
             self_resetting_counters(programs, q.device),
             records_of_softmaxes(call, config),
         )
-        args = kernel_arguments(out, lse, call, descriptors, workspace, config, programs)
+        args = kernel_arguments(out, lse, call, descriptors, workspace, config, programs, places)
         options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
         options |= hopper_options()
         launch(_attn_decode_sm90_kernel, programs, args, **options)
@@ -584,6 +601,7 @@ def kernel_arguments(
     workspace: DecodeWorkspace,
     config: Any,
     programs: int,
+    places: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     """What the Hopper decode kernels take, in order; `descriptors` are those of the cache."""
     q, table, blocks = call.q, call.page_table, call.kv_blocks
@@ -597,6 +615,7 @@ def kernel_arguments(
         call.cache_seqlens,
         table,
         blocks,
+        places,
         None if call.sinks is None else call.sinks.contiguous(),
         DecodeSm90Scoring(
             *score_factors(call.scale, call.softcap),

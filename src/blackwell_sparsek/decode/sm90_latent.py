@@ -235,6 +235,7 @@ def _attn_decode_latent_kernel(
     seqlens_ptr,
     page_table_ptr,
     list_ptr,
+    places_ptr,
     sinks_ptr,
     score,
     workspace,
@@ -295,7 +296,8 @@ def _attn_decode_latent_kernel(
     consume = ConsumerState(
         results, q_ptr, sinks_ptr, score, workspace, strides, None, None, num_splits
     )
-    shared = SharedState(ring, StageNotes(positions, flags), splits, keys, first_length, heads)
+    notes = StageNotes(positions, flags)
+    shared = SharedState(ring, notes, splits, keys, first_length, heads, places_ptr)
     few: gl.constexpr = CFG.PRODUCER_REGISTERS
     if CFG.PAIRED:
         gl.warp_specialize(

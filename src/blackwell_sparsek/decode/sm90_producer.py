@@ -96,6 +96,9 @@ class SharedState(NamedTuple):
     first_length: Any
     """Length of the first sequence; with SINGLE it is not read yet."""
     heads: Any
+    places_ptr: Any
+    """Where the keys of each sequence are found: its row of the page table, of the lists and of a
+    contiguous cache, -1 for a query without a sequence; None if that is its number."""
 
 
 class ProducerState(NamedTuple):
@@ -129,7 +132,8 @@ class ProgramRange(NamedTuple):
 
 
 class KeyTables(NamedTuple):
-    """The list and the row of the page table of one sequence and head, and the keys they see."""
+    """The list and the row of the page table of one sequence and head, the keys they see, and the
+    row of a contiguous cache."""
 
     list_ptr: Any
     page_table_ptr: Any
@@ -138,7 +142,7 @@ class KeyTables(NamedTuple):
     kv_lo: Any
     kv_hi: Any
     capacity: Any
-    sequence: Any
+    slab: Any
 
 
 class TileCopies(NamedTuple):
@@ -298,7 +302,7 @@ def look_up(tables, blocks, copy, end, CFG: gl.constexpr):
         wrong = gl.where(inside | (blocks == -1), 0, 1)
         starts = gl.where(inside, blocks * CFG.BLOCK_KV + starts % CFG.BLOCK_KV, NOWHERE)
     starts = gl.where(copy < end, starts, NOWHERE)
-    slabs = gl.zeros_like(copy) + tables.sequence
+    slabs = gl.zeros_like(copy) + tables.slab
     if CFG.PAGE_SIZE is not None:
         slabs, wrong_pages = check_pages(read_pages(starts, tables, CFG), tables)
         wrong = wrong | wrong_pages
@@ -387,12 +391,12 @@ def _wait_for_stage(ring, step, CFG: gl.constexpr):
 
 
 @gluon.jit
-def _produce_contiguous(produce, shared, split, number, step, kv_head, CFG: gl.constexpr):
+def _produce_contiguous(produce, shared, split, slab, number, step, kv_head, CFG: gl.constexpr):
     """Publish a split and fetch its tiles from a contiguous cache; returns the next step."""
     for tile in range(split.kv_tile, split.kv_end):
         _wait_for_stage(shared.ring, step, CFG)
         start = tile * CFG.TILE_N
-        copies = TileCopies((split.sequence,), (start,), (start,), True, 0)
+        copies = TileCopies((slab,), (start,), (start,), True, 0)
         _fetch(produce, shared.ring, step, copies, kv_head, CFG)
         step += 1
         # the first keys take longer to arrive than the queries that the consumer loads
@@ -490,7 +494,7 @@ def _copies_at(split, tables, starts, slabs, tile, CFG: gl.constexpr):
         copies = copies_of_tile(starts, slabs, lane, tables, CFG)
     else:
         start = tile * CFG.TILE_N
-        copies = TileCopies((split.sequence,), (start,), (start,), tile >= 0, 0)
+        copies = TileCopies((tables.slab,), (start,), (start,), tile >= 0, 0)
     return copies
 
 
@@ -590,19 +594,22 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 mine.range_tiles,
             )  # fmt: skip
             kv_head = kv_head_of(own_tile, q_tiles)
+            place = sequence
+            if shared.places_ptr is not None:
+                place = gl.maximum(gl.load(shared.places_ptr + sequence), 0)
             if CFG.scattered or CFG.placed:
                 list_ptr = produce.list_ptr
                 if CFG.BLOCK_KV is not None:
                     list_ptr += (
-                        sequence.to(gl.int64) * produce.list_batch_stride
+                        place.to(gl.int64) * produce.list_batch_stride
                         + kv_head * produce.list_head_stride
                     )
                 page_table_ptr = produce.page_table_ptr
                 if CFG.PAGE_SIZE is not None:
-                    page_table_ptr += sequence.to(gl.int64) * produce.page_row_stride
+                    page_table_ptr += place.to(gl.int64) * produce.page_row_stride
                 tables = KeyTables(
                     list_ptr, page_table_ptr, keys.num_blocks, produce.num_pages, kv_lo, kv_hi,
-                    keys.capacity, sequence,
+                    keys.capacity, place,
                 )  # fmt: skip
                 if CFG.placed:
                     step = _produce_placed(shared, tables, split, number, step, kv_head, rank, CFG)
@@ -611,7 +618,9 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                         produce, shared, tables, split, number, step, kv_head, CFG
                     )
             else:
-                step = _produce_contiguous(produce, shared, split, number, step, kv_head, CFG)
+                step = _produce_contiguous(
+                    produce, shared, split, place, number, step, kv_head, CFG
+                )
             number += 1
         softmax_start += count + mine.cost
         tile = softmax_start

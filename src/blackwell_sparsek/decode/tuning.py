@@ -293,6 +293,8 @@ def _launch(
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
     many = is_fp8 and softmaxes > sms // 4
+    # tiles of as many bytes as at D128; with more rows, scores would take twice the registers
+    short = dim == dim_v == 64 and packed <= 16
     programs = 2 * sms if is_fp8 else sms
     # H200, microseconds at (batch, keys) (1, 1k) / (1, 8k) / (16, 8k) / (1, 128k) / (64, 4k), and
     # (16, 8k) in pages of 64 and 16, without splits:
@@ -301,6 +303,10 @@ def _launch(
     #   128 keys, 3 stages, 1 program:          7.3 / 14.5 / 126.9 / 128.4 / 248.5, 129.1, 137.2
     #   64 keys, 3 stages, 2 programs:            - /    - / 129.5 /     - /     -, 131.0, 133.4
     # One sequence, in the CUDA graphs of `bsk bench`: 7.4 / 16.1, with PDL 5.9 / 15.2.
+    # 64:8 heads of D64, 8k keys, the same graphs, batch 1 / 4 / 32, and 16 in pages of 64 and 16:
+    #   64 keys, 1 program on an SM:  10.3 / 24.4 / 130.8, 65.8, 69.5
+    #   128 keys, 1 program:           9.7 / 23.5 / 126.8, 64.6, 71.0
+    #   128 keys, 2 programs:         11.5 / 23.9 / 123.8, 69.3, 72.4
     # fp8 in the same graphs, (16, 8k) / (64, 4k) / (16, 8k) in pages of 64 / (1, 8k) with PDL:
     #   64 keys, 6 stages, 1 program on an SM:  87.8 /     - /    - /    -
     #   64 keys, 6 stages, 2 programs:          79.2 / 140.9 / 81.5 / 11.8
@@ -308,7 +314,7 @@ def _launch(
     #   128 keys, 3 stages, 2 programs:         78.0 / 140.5 / 80.8 / 12.2
     config = make_config(
         packed, dim, dim_v, page_size, block_kv,
-        tile_n=128 if many else 64, words=is_fp8, single=single,
+        tile_n=128 if many or short else 64, words=is_fp8, single=single,
         combined=_combined(min(rows, packed), programs // (softmaxes * cdiv(rows, packed))),
     )  # fmt: skip
     return DecodeSm90Launch(config, programs)

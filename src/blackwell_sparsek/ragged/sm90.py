@@ -15,10 +15,11 @@ those of `attention.sm90.forward`:
 The producer has the queries of the next part copied while consumers end the one before. Where TMA
 cannot, or a sign has to go into them, consumers load them (`tuning.copies_queries`).
 
-Called as impl "sm90" of `bsk::attn_ragged`. Limits: fp16 and bf16, D and Dv up to 128 in steps of
-8, pages of a multiple of 16 tokens, strides and addresses of the cache that TMA takes; neither
-packed keys, listed blocks, fp8 caches nor slopes. Slots past the lengths are copied and not looked
-at; a page out of range is not read, and makes the outputs that depend on it NaN.
+Called as impl "sm90" of `bsk::attn_ragged`; decoding steps alone go on to `steps.py`. Limits: fp16
+and bf16, D and Dv up to 128 in steps of 8, pages of a multiple of 16 tokens, strides and addresses
+of the cache that TMA takes; neither packed keys, listed blocks, fp8 caches nor slopes. Slots past
+the lengths are copied and not looked at; a page out of range is not read, and makes the outputs
+that depend on it NaN.
 """
 
 from typing import Any, NamedTuple
@@ -94,7 +95,8 @@ from .plan import (
     units_of_program,
     units_of_tile,
 )
-from .tuning import RaggedSm90Config, query_tiles, ragged_sm90_config
+from .steps import attend_steps
+from .tuning import RaggedSm90Config, query_tiles, ragged_sm90_config, takes_steps
 
 ROWS = gl.constexpr(GROUP_ROWS)
 # Query tiles that the producer looks at at a time, four by each of its threads.
@@ -621,6 +623,9 @@ def _attn_ragged_sm90_kernel(
 def attention_ragged(call: RaggedCall) -> None:
     """Fill `out` and `lse` of a validated call."""
     problem = call.problem
+    if takes_steps(problem):
+        attend_steps(call)
+        return
     launch_attn_ragged_sm90(call, ragged_sm90_config(problem, call.top_left), problem.arch.num_sms)
 
 

@@ -20,6 +20,8 @@ from ..decode.tuning import (
     SMALLEST_TILE,
     STEP,
     CopiedKeys,
+    attn_decode_sm90_launch,
+    attn_decode_sm90_unsupported,
     cache_unsupported,
 )
 from ..dispatch.machine import why_no_kernels
@@ -88,8 +90,17 @@ SM90_HEAD_DIM = 128
 
 
 def why_not_sm90(problem: RaggedProblem) -> str | None:
-    """Why the Hopper kernel cannot run this problem, or None when it can."""
-    return why_no_kernels(problem.arch) or ragged_sm90_unsupported(problem) or why_no_gluon()
+    """Why no Hopper kernel can run this problem, or None when one can."""
+    reason = None if takes_steps(problem) else ragged_sm90_unsupported(problem)
+    return why_no_kernels(problem.arch) or reason or why_no_gluon()
+
+
+def takes_steps(problem: RaggedProblem) -> bool:
+    """Whether the Hopper kernel of decoding runs this problem (`steps.py`)."""
+    if not problem.steps or attn_decode_sm90_unsupported(problem.decoding) is not None:
+        return False
+    # the launch that combines many parts knows no queries without a sequence
+    return not attn_decode_sm90_launch(problem.decoding).config.COMBINED
 
 
 def ragged_sm90_unsupported(problem: RaggedProblem) -> str | None:

@@ -67,6 +67,7 @@ KERNELS = (
     "page_summaries",
     "ragged_order",
     "ragged_plan",
+    "ragged_steps",
     "row_order",
     "row_visits",
     "select_keys",

@@ -156,7 +156,13 @@ class DecodeSm90(NamedTuple):
 DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128), "d128"),
     DecodeSm90(make_config(8, 128, 128, single=True), "d128-single"),
-    DecodeSm90(make_config(8, 64, 64), "d64"),
+    DecodeSm90(make_config(8, 64, 64, tile_n=128), "d64"),
+    DecodeSm90(
+        make_config(16, 64, 64, 16, 16, tile_n=128),
+        "d64-pages16-lists",
+        everything=True,
+        max_spill_bytes=128,
+    ),
     DecodeSm90(make_config(8, 128, 128, 16), "d128-pages16"),
     DecodeSm90(make_config(8, 128, 128, 64), "d128-pages64"),
     DecodeSm90(make_config(8, 128, 128, 64, 64, single=True), "d128-pages64-lists"),

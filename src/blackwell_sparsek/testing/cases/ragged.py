@@ -8,10 +8,12 @@ import torch
 
 from ...calls.attention import empty_lse, empty_out
 from ...calls.ragged import RaggedCall
+from ...decode.sm90 import _attn_decode_sm90_kernel
 from ...masks.band import Band
 from ...ragged.order import _order_kernel
 from ...ragged.plan import _plan_kernel
 from ...ragged.sm90 import _attn_ragged_sm90_kernel, launch_attn_ragged_sm90
+from ...ragged.steps import _steps_kernel, attend_steps
 from ...ragged.triton import _attn_ragged_kernel, launch_attn_ragged
 from ...ragged.tuning import ragged_config, ragged_sm90_config
 from ..captured_launches import launched_case, meta
@@ -144,3 +146,29 @@ def ragged_sm90_cases() -> Iterator[CompileCase]:
     for asked in (Ragged(BRAIN, 128, 16), Ragged(HALF, 64, 48, everything=True)):
         name = asked.name(90).removesuffix("-sm_90").replace("attn_ragged", "ragged_order")
         yield launched_case(name, _launch_sm90, asked, kernel=_order_kernel, archs=(90,))
+
+
+# Decoding steps alone. "everything" leaves out what decoding has no code for.
+STEPS = (
+    Ragged(BRAIN, 128, 16, max_q=1),
+    Ragged(HALF, 64, 64, everything=True, max_q=1),
+    Ragged(BRAIN, 128, 64, FP8, max_q=1),
+    Ragged(BRAIN, 128, max_q=1),
+)
+
+
+def _launch_steps(asked: Ragged) -> None:
+    call = replace(_call(asked), seqused_q=None, first_key=None, chunk=0, alibi_slopes=None)
+    attend_steps(call)
+
+
+@compile_cases
+def steps_cases() -> Iterator[CompileCase]:
+    """The Hopper kernel of decoding, with rows that need not be sequences, and what names them."""
+    for asked in STEPS:
+        name = asked.name(90).removesuffix("-decode-sm_90").replace("attn_ragged/", "steps-")
+        yield launched_case(
+            f"attn_decode_sm90/{name}", _launch_steps, asked, kernel=_attn_decode_sm90_kernel,
+            archs=(90,), expect={"wgmma.mma_async": 1}, max_spill_bytes=128,
+        )  # fmt: skip
+    yield launched_case("ragged_steps/bf16", _launch_steps, STEPS[0], kernel=_steps_kernel)
