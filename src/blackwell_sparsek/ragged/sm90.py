@@ -242,7 +242,7 @@ def _copies(pages, keys, kv_tile, CFG: gl.constexpr):
     slabs = ()
     rows = ()
     if CFG.PAGE_SIZE is None:
-        slabs = (keys.sequence,)
+        slabs = (keys.slab,)
         rows = (start,)
     else:
         cache: gl.constexpr = CFG.cache
