@@ -121,9 +121,28 @@ def test_gradients(slopes):
 
 
 def test_gradients_that_do_not_exist_are_refused():
+    """Where a backward asks for them, as in flash-attn; the results are there."""
     q, k, v = qkv()
-    with pytest.raises(Unsupported, match="q requires a gradient"):
-        flash_attn_func(q.requires_grad_(), k, v, attention_chunk=8)
+    want = flash_attn_func(q, k, v, attention_chunk=8)
+    asking = q.clone().requires_grad_()
+    out, lse = flash_attn_func(asking, k, v, attention_chunk=8, return_softmax_lse=True)
+    assert out.equal(want)
+    for result in (out, lse):
+        with pytest.raises(Unsupported, match="flash_attn_func: attention_chunk has no gradient"):
+            result.sum().backward(retain_graph=True)
+    packed = [x.flatten(0, 1) for x in (asking, k, v)]
+    offsets = (int32(0, 19, 38), int32(0, 33, 66), 19, 33)
+    for option, name in (({"attention_chunk": 8}, "attention_chunk"),
+                         ({"seqused_k": int32(33, 20)}, "seqused_k"),
+                         ({"out": torch.empty(38, 4, 24, dtype=DOUBLE)}, "out")):  # fmt: skip
+        given = option.get("out")
+        out = flash_attn_varlen_func(*packed, *offsets, **option)
+        with torch.no_grad():
+            want = flash_attn_varlen_func(*packed, *offsets, **{**option, "out": None})
+        assert out.equal(want) and (given is None or out is given)
+        if given is None:
+            with pytest.raises(Unsupported, match=f"flash_attn_varlen_func: {name} has no grad"):
+                out.sum().backward()
     with pytest.raises(Unsupported, match="alibi_slopes requires a gradient"):
         flash_attn_func(q, k, v, alibi_slopes=SLOPES.clone().requires_grad_())
 
@@ -248,6 +267,99 @@ def test_with_kvcache_of_ragged_queries():
         torch.testing.assert_close(lse[:, rows].to(DOUBLE), want[1])
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed_q", [False, True])
+def test_with_kvcache_of_packed_keys(paged, causal, packed_q):
+    """New keys of other numbers than queries, rotated at positions of their own, left padding, rows
+    of the cache or the page table, and a token behind the last sequence."""
+    q_lens, new, lengths, turns = (3, 3) if not packed_q else (1, 3), (4, 0), (13, 29), (6, 11)
+    rows, first = int32(2, 0), int32(3, 1)
+    q = normal(sum(q_lens), 4, 16, seed=1, dtype=DOUBLE)
+    cache = [normal(3, 32, 2, d, seed=i, dtype=DOUBLE) for i, d in ((2, 16), (3, 24))]
+    k, v = (normal(sum(new) + 1, 2, d, seed=i, dtype=DOUBLE) for i, d in ((4, 16), (5, 24)))
+    angles = torch.rand(40, 6, generator=torch.Generator().manual_seed(7))
+    given, options = [x.clone() for x in cache], {"cache_batch_idx": rows}
+    if paged:
+        table = int32(1, 4, 5, 0, 2, 3).view(3, 2)
+        for i, x in enumerate(cache):
+            given[i] = torch.empty(6, 16, *x.shape[2:], dtype=DOUBLE)
+            given[i][table.flatten().long()] = x.reshape(6, 16, *x.shape[2:])
+        options["page_table"] = table
+    if packed_q:
+        options.update(cu_seqlens_q=int32(0, 1, 4), max_seqlen_q=3)
+    out, lse = flash_attn_with_kvcache(
+        q if packed_q else q.view(2, 3, 4, 16), *given, k, v, angles.cos(), angles.sin(),
+        int32(*lengths), cache_leftpad=first, rotary_interleaved=False, causal=causal,
+        cu_seqlens_k_new=int32(0, 4, 4), rotary_seqlens=int32(*turns), return_softmax_lse=True,
+        **options,
+    )  # fmt: skip
+    out = out if packed_q else out.flatten(0, 1)
+    lse = lse if packed_q else lse.transpose(0, 1).flatten(1)
+    rotation = (angles.cos(), angles.sin())
+    q_rows = q.split(q_lens)
+    for b, keys in enumerate(k[:-1].split(new)):
+        q_b = rotate(q_rows[b], *rotation, turns[b], False, causal)
+        k_b = rotate(keys, *rotation, turns[b], False)
+        past = [x[rows[b], : lengths[b]] for x in cache]
+        want = formula(
+            q_b, torch.cat([past[0], k_b]), torch.cat([past[1], v[:-1].split(new)[b]]),
+            causal=causal, first=int(first[b]),
+        )  # fmt: skip
+        begin = sum(q_lens[:b])
+        torch.testing.assert_close(out[begin : begin + q_lens[b]], want[0])
+        torch.testing.assert_close(lse[:, begin : begin + q_lens[b]].to(DOUBLE), want[1])
+    if not paged:
+        for now, before in zip(given, cache, strict=True):
+            written = (now != before).flatten(-2).any(-1)
+            assert written.sum() == 4 and written[2, 13:17].all()
+
+
+def test_a_row_of_the_page_table_that_does_not_exist():
+    q, k, v = qkv()
+    pages = [x.flatten(0, 1)[:64].view(4, 16, *x.shape[2:]) for x in (k, v)]
+    with pytest.raises(InvalidInput, match="page_table"):
+        flash_attn_with_kvcache(
+            q, *pages, cache_seqlens=20, page_table=TABLE, cache_batch_idx=int32(0, 7)
+        )
+
+
+def test_fp8_inputs():
+    """A factor for each sequence and KV head, also of queries."""
+    made = [
+        normal(2, 40, h, 64, seed=i).to(torch.float8_e4m3fn) for i, h in ((1, 4), (2, 2), (3, 2))
+    ]
+    factors = [torch.rand(2, 2, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3)]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+    out = flash_attn_func(*made, causal=True, **named)
+    assert out.dtype == torch.bfloat16
+    offsets = (int32(0, 40, 80), int32(0, 40, 80), 40, 40)
+    packed = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in made), *offsets, causal=True, **named
+    )
+    for b in range(2):
+        exact, plain = (
+            formula(
+                *(
+                    x[b].to(dtype) * f[b].repeat_interleave(x.shape[2] // 2).to(dtype)[:, None]
+                    for x, f in zip(made, factors, strict=True)
+                ),
+                causal=True,
+            )[0]
+            for dtype in (DOUBLE, torch.bfloat16)
+        )
+        assert_within_budget(out[b], exact, plain)
+        assert_within_budget(packed[40 * b : 40 * b + 40], exact, plain)
+    with pytest.raises(InvalidInput, match="q requires gradients"):
+        flash_attn_func(made[0].requires_grad_(), *made[1:], **named)
+
+
+def test_a_window_may_be_a_tensor():
+    tensors = qkv()
+    out = flash_attn_func(*tensors, window_size=torch.tensor([5, 3]))
+    assert out.equal(flash_attn_func(*tensors, window_size=(5, 3)))
+
+
 def test_with_kvcache_of_fp8():
     q = normal(2, 1, 4, 16, seed=1, dtype=torch.bfloat16)
     cache = normal(2, 2, 20, 2, 16, seed=2).to(torch.float8_e4m3fn)
@@ -273,7 +385,7 @@ def test_all_of_a_cache_by_default():
 @pytest.mark.parametrize("options, match", [
     ({"dropout_p": 0.1}, "dropout_p is not supported; attention dropout"),
     ({"qv": 1}, "qv is not supported"), ({"q_descale": 1}, "q_descale is not supported"),
-    ({"k_descale": 1}, "k_descale is not .*flash_attn_with_kvcache"),
+    ({"k_descale": 1}, "k_descale is not supported; only float8_e4m3fn has factors"),
     ({"mask_mod": 1}, "BlockMask"),
     ({"score_mod": 1}, "score_mod"), ({"block_sparse_tensors": 1}, "block_sparse_tensors"),
     ({"aux_tensors": 1}, "aux_tensors"), ({"v_descale": 1}, "v_descale"),
@@ -294,15 +406,15 @@ COS = torch.ones(40, 4)
 
 @pytest.mark.parametrize("options, error, match", [
     ({"qv": 1}, Unsupported, "qv"), ({"scheduler_metadata": 1}, Unsupported, "scheduler_metadata"),
-    ({"rotary_seqlens": 1}, Unsupported, "rotary_seqlens"),
-    ({"cu_seqlens_k_new": 1}, Unsupported, "cu_seqlens_k_new"),
+    ({"q_descale": 1}, Unsupported, "q_descale"),
+    ({"attention_chunk": 8, "cache_leftpad": int32(0, 1)}, Unsupported, "from which flash-attn"),
+    ({**NEW, "cu_seqlens_k_new": int32(0, 1, 2), "cache_seqlens": 3}, InvalidInput,
+     r"k has a wrong rank; expected \[T, Hkv, D\]"),
     ({"block_table": TABLE, "page_table": TABLE}, InvalidInput, "are both given"),
     ({**NEW}, InvalidInput, "cache_seqlens is missing"),
     ({"k": NEW["k"], "cache_seqlens": 3}, InvalidInput, "v is missing"),
     ({"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3}, InvalidInput, "k is missing"),
     ({**NEW, "rotary_cos": COS, "cache_seqlens": 3}, InvalidInput, "rotary_sin is missing"),
-    ({**NEW, "rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3,
-      "cache_leftpad": int32(0, 1)}, Unsupported, "cache_leftpad"),
     ({**NEW, "cache_seqlens": 33}, InvalidInput, r"slot_mapping\[0\] is out of range"),
     ({"k_descale": torch.ones(2, 2)}, Unsupported, "k_descale per sequence is not supported"),
     ({"window_size": 3}, InvalidInput, "window_size is malformed"),

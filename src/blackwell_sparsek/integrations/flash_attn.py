@@ -9,7 +9,8 @@ them honoured or refused by name (`Unsupported`). Layouts are flash-attn's: [B, 
 they are accepted and not used.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,17 +29,14 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, 
 INSTEAD = {
     "dropout_p": "attention dropout is not available; pass 0.0",
     "qv": "concatenate it to q, and its keys to k",
-    "q_descale": "queries are fp16, bf16 or fp32; multiply them, or fold the factor into "
-    "softmax_scale",
-    "k_descale": "only fp8 caches have scales: use flash_attn_with_kvcache",
-    "v_descale": "only fp8 caches have scales: use flash_attn_with_kvcache",
+    "q_descale": "only float8_e4m3fn has factors; fold this one into softmax_scale",
+    "k_descale": "only float8_e4m3fn has factors; fold this one into softmax_scale",
+    "v_descale": "only float8_e4m3fn has factors; multiply the output",
     "mask_mod": "pass bsk.BlockMask.from_function(mask_mod, ...) to bsk.attention(block_mask=...)",
     "score_mod": "bsk.attention has scale, softcap and sinks",
     "block_sparse_tensors": "build a bsk.BlockMask and call bsk.attention(block_mask=...)",
     "aux_tensors": "it belongs to mask_mod and score_mod, which are not taken",
     "scheduler_metadata": "work is scheduled on the device; pass None",
-    "rotary_seqlens": "rotate with bsk.kv_append(rotary=, positions=) first",
-    "cu_seqlens_k_new": "append with bsk.kv_append(slot_mapping=) first",
 }
 
 
@@ -49,12 +47,43 @@ def _refuse(op: str, **given: Any) -> None:
 
 
 def _window(op: str, window_size: Any) -> tuple[int | None, int | None] | None:
-    """flash-attn says -1 (or None) where a side is open."""
+    """flash-attn says -1 (or None) where a side is open, and takes a tensor of two numbers too."""
+    if isinstance(window_size, torch.Tensor):
+        window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         expected = "(left, right), -1 for an open side"
         raise InvalidInput(message(op, "window_size", "is malformed", expected, window_size))
     left, right = (None if side is None or side < 0 else side for side in window_size)
     return None if left is None and right is None else (left, right)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Results without a gradient: only asking for it raises, as in flash-attn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reason: str, out: torch.Tensor, lse: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pass the results on."""
+        ctx.reason = reason
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Refuse."""
+        raise Unsupported(ctx.reason)
+
+
+def _attached(
+    reason: str, call: Callable[[], tuple[torch.Tensor, torch.Tensor]], *inputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of a call that has no gradients; for inputs that want one, it is refused later."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return call()
+    with torch.no_grad():
+        out, lse = call()
+    attached: tuple[torch.Tensor, torch.Tensor] = _NoGradient.apply(reason, out, lse, *inputs)
+    return attached
 
 
 def _returned(out: torch.Tensor, lse: torch.Tensor, probs: bool, with_lse: bool) -> Result:
@@ -93,12 +122,15 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q `[B, Sq, Hq, D]` over k `[B, Sk, Hkv, D]` and v `[B, Sk, Hkv, Dv]`.
 
-    Gradients as in `bsk.attention`; none of `alibi_slopes`, and none with `attention_chunk`.
+    Gradients as in `bsk.attention`; none of `alibi_slopes`. With `attention_chunk` a backward
+    raises. float8_e4m3fn must not require gradients.
 
     Parameters
     ----------
     q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic :
         As in flash-attn; -1 or None is an open side of the window, a softcap of 0 is off.
+    q_descale, k_descale, v_descale : fp32, one element or `[B, Hkv]`, optional
+        Factors of the numbers in q, k and v that are all float8_e4m3fn; the output is bf16.
     attention_chunk : int
         Keys are visible within chunks of so many positions; 0 is off.
     learnable_sink : `[Hq]`, optional
@@ -109,10 +141,8 @@ def flash_attn_func(
         Return `(out, lse)`.
     num_splits, pack_gqa, sm_margin :
         Accepted without effect.
-    dropout_p, qv, q_descale, k_descale, v_descale, mask_mod, score_mod, block_sparse_tensors :
-        Refused unless absent, as is aux_tensors.
-    aux_tensors :
-        See above.
+    dropout_p, qv, mask_mod, score_mod, block_sparse_tensors, aux_tensors :
+        Refused unless absent.
 
     Returns
     -------
@@ -136,9 +166,6 @@ def flash_attn_func(
         op,
         dropout_p=dropout_p,
         qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         mask_mod=mask_mod,
         score_mod=score_mod,
         block_sparse_tensors=block_sparse_tensors,
@@ -147,6 +174,7 @@ def flash_attn_func(
     for arg, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, arg, x)
         check_rank(op, arg, x, DENSE)
+    descales = _descales(op, q, q_descale, k_descale, v_descale)
     window = _window(op, window_size)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     # the kernels for caches know slopes too, but no gradients
@@ -163,26 +191,32 @@ def flash_attn_func(
             alibi_slopes=alibi_slopes,
             deterministic=deterministic or None,
             return_lse=True,
+            **descales,
         )
         return _returned(out.transpose(1, 2), lse, return_attn_probs, return_softmax_lse)
     batch, sq = q.shape[:2]
     sk = k.shape[1]
-    out, lse = attention_varlen(
-        q.reshape(batch * sq, *q.shape[2:]),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        _every(batch, sq, q.device),
-        max_seqlen_q=sq,
-        cache_seqlens=torch.full((batch,), sk, dtype=torch.int32, device=q.device),
-        causal=causal,
-        window=window,
-        chunk=attention_chunk or None,
-        scale=softmax_scale,
-        softcap=softcap or None,
-        sinks=learnable_sink,
-        alibi_slopes=alibi_slopes,
-        return_lse=True,
-    )
+
+    def in_chunks() -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_varlen(
+            q.reshape(batch * sq, *q.shape[2:]),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            _every(batch, sq, q.device),
+            max_seqlen_q=sq,
+            cache_seqlens=torch.full((batch,), sk, dtype=torch.int32, device=q.device),
+            causal=causal,
+            window=window,
+            chunk=attention_chunk or None,
+            scale=softmax_scale,
+            softcap=softcap or None,
+            sinks=learnable_sink,
+            alibi_slopes=alibi_slopes,
+            return_lse=True,
+            **descales,
+        )
+
+    out, lse = _attached(f"{op}: attention_chunk has no gradient", in_chunks, q, k, v)
     out, lse = out.view(batch, sq, *out.shape[1:]), lse.view(-1, batch, sq).transpose(0, 1)
     return _returned(out, lse, return_attn_probs, return_softmax_lse)
 
@@ -231,8 +265,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention within packed sequences; see `flash_attn_func` for the options.
 
-    Gradients as in `bsk.attention_varlen`: none with pages, `seqused_q`, `seqused_k`,
-    `attention_chunk` or `out`.
+    Gradients as in `bsk.attention_varlen`: with pages, `seqused_q`, `seqused_k`, `attention_chunk`
+    or `out` a backward raises.
 
     Parameters
     ----------
@@ -279,9 +313,6 @@ def flash_attn_varlen_func(
         op,
         dropout_p=dropout_p,
         qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         mask_mod=mask_mod,
         score_mod=score_mod,
         block_sparse_tensors=block_sparse_tensors,
@@ -302,30 +333,48 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             assert cu_seqlens_k is not None
             cache_seqlens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-    out, lse = attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        None if pages is not None else cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        cache_seqlens=cache_seqlens,
-        page_table=pages,
-        seqused_q=seqused_q,
-        seqused_k=None if pages is not None else seqused_k,
-        causal=causal,
-        window=_window(op, window_size),
-        chunk=attention_chunk or None,
-        scale=softmax_scale,
-        softcap=softcap or None,
-        sinks=learnable_sink,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic or None,
-        out=out,
-        return_lse=True,
-    )
-    return _returned(out, lse, return_attn_probs, return_softmax_lse)
+    descales = _descales(op, q, q_descale, k_descale, v_descale)
+    window = _window(op, window_size)
+
+    def packed() -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            None if pages is not None else cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            cache_seqlens=cache_seqlens,
+            page_table=pages,
+            seqused_q=seqused_q,
+            seqused_k=None if pages is not None else seqused_k,
+            causal=causal,
+            window=window,
+            chunk=attention_chunk or None,
+            scale=softmax_scale,
+            softcap=softcap or None,
+            sinks=learnable_sink,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic or None,
+            out=out,
+            return_lse=True,
+            **descales,
+        )
+
+    without = {
+        "a page table": pages,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "attention_chunk": attention_chunk or None,
+        "out": out,
+    }
+    named = [name for name, value in without.items() if value is not None]
+    if named:
+        result, lse = _attached(f"{op}: {named[0]} has no gradient", packed, q, k, v)
+    else:
+        result, lse = packed()
+    return _returned(result if out is None else out, lse, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_with_kvcache(
@@ -372,16 +421,19 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : `[B, S, Hkv, D | Dv]`, or pages `[pages, page_size, Hkv, D | Dv]`
         dtype of q, or float8_e4m3fn.
     k, v : `[B, T, Hkv, D]`, `[B, T, Hkv, Dv]`, optional
-        New keys and values; they are written from slot `cache_seqlens` on.
+        New keys and values; they are written from slot `cache_seqlens` on. With `cu_seqlens_k_new`
+        they are packed, `[Tk, Hkv, D | Dv]`.
     rotary_cos, rotary_sin : `[positions, R / 2]`, optional
         Rotate q and k: new keys from position `cache_seqlens` on; queries too if `causal` or with a
-        window, otherwise all at position `cache_seqlens`.
+        window, otherwise all at position `cache_seqlens`. `cache_leftpad` does not move positions.
+    rotary_seqlens : int32 `[B]`, optional
+        Positions for the rotation in place of `cache_seqlens`; without `rotary_cos` there is none.
     cache_seqlens : int or int32 `[B]`
         Keys in the cache before this call; by default all of it, where nothing is appended.
     cache_batch_idx : int32 `[B]`, optional
-        Which row of the cache holds a sequence.
+        Which row of the cache, or of the page table, holds a sequence.
     cache_leftpad : int32 `[B]`, optional
-        The first key of each sequence.
+        The first key of each sequence; not with `attention_chunk`.
     block_table, page_table : int32 `[B, max_pages]`, optional
         The same under the names of flash-attn 2 and 3.
     rotary_interleaved : bool
@@ -396,7 +448,9 @@ def flash_attn_with_kvcache(
         Accepted without effect.
     cu_seqlens_q, max_seqlen_q :
         See q.
-    qv, q_descale, cu_seqlens_k_new, rotary_seqlens, scheduler_metadata :
+    cu_seqlens_k_new : int32 `[B + 1]`, optional
+        See k.
+    qv, q_descale, scheduler_metadata :
         Refused unless absent.
 
     Returns
@@ -422,10 +476,13 @@ def flash_attn_with_kvcache(
         op,
         qv=qv,
         q_descale=q_descale,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
         scheduler_metadata=scheduler_metadata,
     )
+    if attention_chunk and cache_leftpad is not None:
+        raise Unsupported(
+            f"{op}: attention_chunk does not go with cache_leftpad, from which flash-attn counts "
+            "chunks; bsk.attention_varlen(chunk=, leftpad_k=) counts them from slot 0"
+        )
     if block_table is not None and page_table is not None:
         expected = "one of the two names"
         raise InvalidInput(
@@ -446,32 +503,38 @@ def flash_attn_with_kvcache(
         batch = cu_seqlens_q.numel() - 1
     lengths = _lengths(op, cache_seqlens, batch, q.device, k_cache, pages, k)
     window = _window(op, window_size)
-    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
-        if ragged:
-            raise Unsupported(
-                f"{op}: k, v, rotary do not go with cu_seqlens_q; append with bsk.kv_append first"
-            )
-        if k is None or v is None:
-            missing = "k" if k is None else "v"
-            expected = "both of k and v, also for rotary"
-            raise InvalidInput(message(op, missing, "is missing", expected, None))
-        q = _append(
-            op,
-            q,
-            (k_cache, v_cache, k, v),
-            lengths,
-            (rotary_cos, rotary_sin, rotary_interleaved),
-            (pages, cache_batch_idx, cache_leftpad),
-            (k_descale, v_descale),
-            moving=causal or window is not None,
-        )
-        lengths = lengths + k.shape[1]
+    if pages is not None and cache_batch_idx is not None:
+        pages, cache_batch_idx = _rows(pages, cache_batch_idx), None
     if cu_seqlens_q is not None and max_seqlen_q is not None:
         queries, offsets, longest = q, cu_seqlens_q, max_seqlen_q
     else:
         longest = q.shape[1]
         queries = q.reshape(batch * longest, *q.shape[2:])
         offsets = _every(batch, longest, q.device)
+    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+        if k is None or v is None:
+            missing = "k" if k is None else "v"
+            expected = "both of k and v, also for rotary"
+            raise InvalidInput(message(op, missing, "is missing", expected, None))
+        for arg, x in (("k", k), ("v", v)):
+            check_tensor(op, arg, x)
+            check_rank(op, arg, x, DENSE if cu_seqlens_k_new is None else "[T, Hkv, D]")
+        starts = cu_seqlens_k_new
+        if starts is None:
+            starts = _every(batch, k.shape[1], k.device)
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        same = not ragged and cu_seqlens_k_new is None and k.shape[0] == queries.shape[0]
+        queries = _append(
+            op,
+            (queries, k_cache, v_cache, k, v),
+            (offsets, starts, lengths, rotary_seqlens),
+            (rotary_cos, rotary_sin, rotary_interleaved),
+            (pages, cache_batch_idx),
+            (k_descale, v_descale),
+            moving=causal or window is not None,
+            same=same,
+        )
+        lengths = lengths + starts[1:] - starts[:-1]
     paged = pages is not None
     out, lse = attention_varlen(
         queries,
@@ -498,6 +561,20 @@ def flash_attn_with_kvcache(
         out = out.view(batch, longest, *out.shape[1:])
         lse = lse.view(-1, batch, longest).transpose(0, 1)
     return _returned(out, lse, False, return_softmax_lse)
+
+
+def _descales(op: str, q: torch.Tensor, *factors: torch.Tensor | None) -> dict[str, Any]:
+    """Factors of fp8 inputs for `bsk.attention`; in flash-attn 3 those of q are per KV head too."""
+    names = ("q_descale", "k_descale", "v_descale")
+    given = dict(zip(names, factors, strict=True))
+    if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
+        _refuse(op, **given)
+        return {}
+    of_q = given["q_descale"]
+    if isinstance(of_q, torch.Tensor) and of_q.dim() == 2 and of_q.shape[1] > 1:
+        group = q.shape[-2] // max(of_q.shape[1], 1)
+        given["q_descale"] = of_q.repeat_interleave(group, 1)
+    return given
 
 
 def _descale(op: str, arg: str, scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -531,71 +608,90 @@ def _lengths(
     return torch.full((batch,), given, dtype=torch.int32, device=device)
 
 
+def _rows(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a page table; one that does not exist has no pages."""
+    exists = (rows >= 0) & (rows < pages.shape[0])
+    return torch.where(exists[:, None], pages[torch.where(exists, rows, 0).long()], -1)
+
+
+class _Places(NamedTuple):
+    """Of packed tokens: the sequence, which of its tokens each is, whether there is a sequence."""
+
+    sequence: torch.Tensor
+    ordinal: torch.Tensor
+    exists: torch.Tensor
+
+
+def _places(offsets: torch.Tensor, tokens: int) -> _Places:
+    token = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
+    exists = sequence < offsets.numel() - 1
+    sequence = torch.where(exists, sequence, 0)
+    return _Places(sequence, token.long() - offsets.long()[sequence], exists)
+
+
 def _append(
     op: str,
-    q: torch.Tensor,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    lengths: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     rotary: tuple[torch.Tensor | None, torch.Tensor | None, bool],
-    tables: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    tables: tuple[torch.Tensor | None, torch.Tensor | None],
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     *,
     moving: bool,
+    same: bool,
 ) -> torch.Tensor:
-    """Write k and v behind what the cache holds, rotated if asked; return q, rotated likewise.
+    """Write packed k and v behind what the cache holds, rotated if asked; return q rotated too.
 
-    `moving`: queries sit at consecutive positions, otherwise all at the first.
+    `numbers` are offsets of q and of k, the lengths of the cache, and those for the rotation.
+    `moving`: queries sit at consecutive positions, otherwise all at the first. `same`: q and k have
+    the same offsets.
     """
-    k_cache, v_cache, k, v = tensors
+    q, k_cache, v_cache, k, v = tensors
+    of_q, of_k, lengths, rotary_lengths = numbers
     cos, sin, interleaved = rotary
-    pages, rows, leftpad = tables
-    for arg, x in (("k", k), ("v", v)):
-        check_tensor(op, arg, x)
-        check_rank(op, arg, x, DENSE)
+    pages, rows = tables
     if (cos is None) != (sin is None):
         missing = "rotary_cos" if cos is None else "rotary_sin"
         expected = "both of rotary_cos and rotary_sin"
         raise InvalidInput(message(op, missing, "is missing", expected, None))
-    if cos is not None and leftpad is not None:
-        raise Unsupported(
-            f"{op}: rotary_cos does not go with cache_leftpad; rotate with bsk.kv_append first"
-        )
-    batch, new = k.shape[:2]
-    position = lengths.long()[:, None] + torch.arange(new, device=k.device)
+    if rotary_lengths is None:
+        rotary_lengths = lengths
+    new = _places(of_k, k.shape[0])
+    slot = lengths.long()[new.sequence] + new.ordinal
     size = k_cache.shape[1]
     if pages is not None:
-        ordinal = (position // size).clamp(0, pages.shape[1] - 1)
-        page = pages.long().gather(1, ordinal)
-        room = position < pages.shape[1] * size
+        ordinal = (slot // size).clamp(0, pages.shape[1] - 1)
+        page = pages.long()[new.sequence, ordinal]
+        room = slot < pages.shape[1] * size
     else:
-        row = torch.arange(batch, device=k.device) if rows is None else rows.long()
-        page, room = row[:, None].expand_as(position), position < size
-    # a slot that is not there is refused, on a GPU not written
+        page, room = new.sequence if rows is None else rows.long()[new.sequence], slot < size
+    # a slot that is not there is refused, on a GPU not written; -1 skips a token of no sequence
     missing_slot = k_cache.shape[0] * size
-    there = room & (position >= 0) & (page >= 0) & (page < k_cache.shape[0])
-    slots = torch.where(there, page * size + position % size, missing_slot)
+    there = room & (slot >= 0) & (page >= 0) & (page < k_cache.shape[0])
+    slots = torch.where(there, page * size + slot % size, missing_slot)
+    slots = torch.where(new.exists, slots, -1)
     k_scale, v_scale = (
         _descale(op, arg, x) for arg, x in zip(("k_descale", "v_descale"), scales, strict=True)
     )
     how = None if cos is None or sin is None else Rotary(cos, sin, interleaved)
-    fused = how is not None and moving and q.shape[1] == new and q.dtype == k.dtype
+    positions = rotary_lengths.long()[new.sequence] + new.ordinal
     turned = kv_append(
         k_cache,
         v_cache,
-        k.reshape(batch * new, *k.shape[2:]),
-        v.reshape(batch * new, *v.shape[2:]),
-        slot_mapping=slots.flatten(),
+        k,
+        v,
+        slot_mapping=slots,
         rotary=how,
-        positions=None if how is None else position.flatten(),
-        q=q.reshape(batch * new, *q.shape[2:]) if fused else None,
+        positions=None if how is None else positions,
+        q=q if how is not None and moving and same and q.dtype == k.dtype else None,
         k_scale=k_scale,
         v_scale=v_scale,
     )
     if turned is not None:
-        return turned.view(q.shape)
+        return turned
     if how is None:
         return q
-    step = torch.arange(q.shape[1], device=q.device) * (1 if moving else 0)
-    at = (lengths.long()[:, None] + step).flatten()
-    rows_of_q = q.reshape(batch * q.shape[1], *q.shape[2:])
-    return rotated(rows_of_q, how.cos, how.sin, at, interleaved).view(q.shape)
+    queries = _places(of_q, q.shape[0])
+    at = rotary_lengths.long()[queries.sequence] + (queries.ordinal if moving else 0)
+    return rotated(q, how.cos, how.sin, at, interleaved)
