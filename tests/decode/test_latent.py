@@ -160,6 +160,11 @@ def test_parts_of_one_sequence(heads, capacity, programs):
     assert latent_launch(dataclasses.replace(one, batch=2)).programs == 132
 
 
+def test_a_call_without_sequences_has_a_launch():
+    problem = dataclasses.replace(MLA.build("cpu").problem, arch=H200, batch=0)
+    assert latent_launch(problem).programs == 132
+
+
 @pytest.mark.parametrize("heads", [64, 128, 192])
 def test_a_pair_is_launched_as_a_cluster(heads, monkeypatch):
     launched = []

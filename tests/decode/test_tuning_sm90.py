@@ -165,3 +165,10 @@ def test_parts_of_many_rows_are_combined_by_a_launch_of_their_own():
     # nothing to combine, or quickly combined
     assert not combined(batch=200, heads_q=32, heads_kv=1)
     assert not combined(batch=1, heads_q=32, heads_kv=8)
+
+
+@pytest.mark.parametrize("changes", [{"batch": 0}, {"batch": 0, "heads_q": 0}, {"q_len": 0}])
+def test_a_call_without_queries_has_a_launch(changes):
+    """Nothing is launched then, but the choice of a kernel asks for its configuration."""
+    config, programs = attn_decode_sm90_launch(problem(**changes))
+    assert programs == problem().arch.num_sms and not config.COMBINED

@@ -90,7 +90,8 @@ def test_func(options, meaning):
     torch.testing.assert_close(lse.to(DOUBLE), want[1])
     assert probs is None
     assert flash_attn_func(*tensors, **options).equal(out)
-    assert flash_attn_func(*tensors, **options, return_softmax_lse=True)[1].equal(lse)
+    for name in ("return_softmax_lse", "return_lse"):
+        assert flash_attn_func(*tensors, **options, **{name: True})[1].equal(lse)
 
 
 def test_positions_of_arguments_are_those_of_flash_attn_2():
@@ -354,6 +355,17 @@ def test_fp8_inputs():
         flash_attn_func(made[0].requires_grad_(), *made[1:], **named)
 
 
+@pytest.mark.parametrize("batch, sq", [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("options", [{}, {"attention_chunk": 4}, {"alibi_slopes": SLOPES[0]}])
+def test_nothing_to_attend_with(batch, sq, options):
+    q, k, v = qkv(batch=batch, sq=sq)
+    for out, lse in (
+        flash_attn_func(q, k, v, return_lse=True, **options),
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=3, return_softmax_lse=True, **options),
+    ):
+        assert out.shape == (batch, sq, 4, 24) and lse.shape == (batch, 4, sq)
+
+
 def test_a_window_may_be_a_tensor():
     tensors = qkv()
     out = flash_attn_func(*tensors, window_size=torch.tensor([5, 3]))
@@ -389,6 +401,8 @@ def test_all_of_a_cache_by_default():
     ({"mask_mod": 1}, "BlockMask"),
     ({"score_mod": 1}, "score_mod"), ({"block_sparse_tensors": 1}, "block_sparse_tensors"),
     ({"aux_tensors": 1}, "aux_tensors"), ({"v_descale": 1}, "v_descale"),
+    ({"score_mod_bwd": 1}, "score_mod_bwd"), ({"aux_scalars": 1}, "aux_scalars"),
+    ({"gather_kv_indices": 1}, "KeySelection"),
 ])  # fmt: skip
 def test_refusals(options, match):
     tensors = qkv()

@@ -1,6 +1,9 @@
 """The portable kernel against the oracle; the same bodies run interpreted and compiled."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -280,3 +283,41 @@ def test_every_tile_has_one_program_if_some_tiles_count_less(programs, device):
     assert counts == [4, 1, 2, 3, 4, 6]
     assert tiles.max() == 1 and torch.equal(tiles[:, 0], tiles[:, 1])
     assert not marks[..., most].any()
+
+
+BEHIND_LISTS = """
+import ctypes, dataclasses, mmap
+import torch
+from blackwell_sparsek.ragged.triton import attention_ragged
+from blackwell_sparsek.testing.interpreter import interpreter_checks
+from blackwell_sparsek.testing.ragged_cases import RaggedCase
+
+READ_WRITE, PRIVATE_ANONYMOUS, NOTHING = 3, 0x22, 0
+libc, page = ctypes.CDLL(None), ctypes.c_size_t(mmap.PAGESIZE)
+libc.mmap.restype = ctypes.c_void_p
+both = ctypes.c_size_t(2 * page.value)
+end = libc.mmap(None, both, READ_WRITE, PRIVATE_ANONYMOUS, -1, ctypes.c_long(0)) + page.value
+assert libc.mprotect(ctypes.c_void_p(end), page, NOTHING) == 0
+
+case = RaggedCase(3, q_lens=(1, 1), kv_lens=(40, 33), padding=3, layout="paged", block_size=16)
+call = case.build("cpu")
+count = call.kv_blocks.numel()
+memory = (ctypes.c_int32 * count).from_address(end - 4 * count)
+lists = torch.frombuffer(memory, dtype=torch.int32).view(call.kv_blocks.shape)
+lists.copy_(call.kv_blocks)
+with interpreter_checks():
+    attention_ragged(dataclasses.replace(call, kv_blocks=lists))
+assert call.out[2:].eq(0).all()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a page of memory that cannot be read")
+def test_padding_reads_no_list():
+    """The memory behind the lists of the last sequence cannot be read here."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEHIND_LISTS],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -127,6 +127,7 @@ def test_decoding_steps_alone_take_the_kernel_of_decoding(changes):
 
 @pytest.mark.parametrize("changes", [
     {"head_dim": 96}, {"cache_dtype": FP8, "heads_q": 256}, {"alibi": True}, {"tma": False},
+    {"batch": 0}, {"batch": 0, "tokens": 0},
     # many parts of many rows, which a separate launch combines
     {"tokens": 1, "heads_q": 64, "heads_kv": 1}, {"arch": replace(H200, sm=100)},
 ])  # fmt: skip

@@ -315,7 +315,7 @@ def _launch(
     config = make_config(
         packed, dim, dim_v, page_size, block_kv,
         tile_n=128 if many or short else 64, words=is_fp8, single=single,
-        combined=_combined(min(rows, packed), programs // (softmaxes * cdiv(rows, packed))),
+        combined=_combined(min(rows, packed), programs // max(softmaxes * cdiv(rows, packed), 1)),
     )  # fmt: skip
     return DecodeSm90Launch(config, programs)
 
@@ -555,7 +555,7 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
     rows, programs = min(problem.rows, LatentConfig.ROWS), problem.arch.num_sms
     head_tiles = cdiv(problem.rows, LatentConfig.ROWS)
     softmaxes = problem.batch * problem.heads_kv * head_tiles
-    if problem.batch == 1 and softmaxes <= programs:
+    if problem.batch == 1 and 0 < softmaxes <= programs:
         tiles = cdiv(problem.capacity, LatentConfig.TILE_N)
         programs = softmaxes * _splits_of_one(programs // softmaxes, tiles, softmaxes * rows)
     # both head tiles of a pair read the same keys, so they belong to one KV head
@@ -565,7 +565,7 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
         problem.page_size,
         problem.block_size,
         registers,
-        COMBINED=_combined(rows, programs // softmaxes),
+        COMBINED=_combined(rows, programs // max(softmaxes, 1)),
         PAIRED=paired,
     )
     return LatentLaunch(config, programs // config.pair * config.pair)

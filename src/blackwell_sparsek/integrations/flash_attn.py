@@ -35,7 +35,10 @@ INSTEAD = {
     "mask_mod": "pass bsk.BlockMask.from_function(mask_mod, ...) to bsk.attention(block_mask=...)",
     "score_mod": "bsk.attention has scale, softcap and sinks",
     "block_sparse_tensors": "build a bsk.BlockMask and call bsk.attention(block_mask=...)",
+    "score_mod_bwd": "bsk.attention has scale, softcap and sinks",
     "aux_tensors": "it belongs to mask_mod and score_mod, which are not taken",
+    "aux_scalars": "it belongs to mask_mod and score_mod, which are not taken",
+    "gather_kv_indices": "use bsk.sparse_attention with a bsk.KeySelection",
     "scheduler_metadata": "work is scheduled on the device; pass None",
 }
 
@@ -116,9 +119,13 @@ def flash_attn_func(
     sm_margin: int = 0,
     mask_mod: Any = None,
     score_mod: Any = None,
+    score_mod_bwd: Any = None,
     block_sparse_tensors: Any = None,
     aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    gather_kv_indices: Any = None,
     return_softmax_lse: bool = False,
+    return_lse: bool = False,
 ) -> Result:
     """Attention of q `[B, Sq, Hq, D]` over k `[B, Sk, Hkv, D]` and v `[B, Sk, Hkv, Dv]`.
 
@@ -137,12 +144,14 @@ def flash_attn_func(
         A logit per head that joins the denominator.
     return_attn_probs : bool
         Return `(out, lse, None)`; probabilities are never returned.
-    return_softmax_lse : bool
-        Return `(out, lse)`.
+    return_softmax_lse, return_lse : bool
+        Return `(out, lse)`; the names of flash-attn 3 and 4.
     num_splits, pack_gqa, sm_margin :
         Accepted without effect.
-    dropout_p, qv, mask_mod, score_mod, block_sparse_tensors, aux_tensors :
-        Refused unless absent.
+    dropout_p, qv, mask_mod, score_mod, score_mod_bwd, block_sparse_tensors, aux_tensors :
+        Refused unless absent, like the next two.
+    aux_scalars, gather_kv_indices :
+        See above.
 
     Returns
     -------
@@ -168,14 +177,18 @@ def flash_attn_func(
         qv=qv,
         mask_mod=mask_mod,
         score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
         block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        gather_kv_indices=gather_kv_indices,
     )
     for arg, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, arg, x)
         check_rank(op, arg, x, DENSE)
     descales = _descales(op, q, q_descale, k_descale, v_descale)
     window = _window(op, window_size)
+    with_lse = return_softmax_lse or return_lse
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     # the kernels for caches know slopes too, but no gradients
     if not attention_chunk and (alibi_slopes is None or wants_gradients):
@@ -193,7 +206,7 @@ def flash_attn_func(
             return_lse=True,
             **descales,
         )
-        return _returned(out.transpose(1, 2), lse, return_attn_probs, return_softmax_lse)
+        return _returned(out.transpose(1, 2), lse, return_attn_probs, with_lse)
     batch, sq = q.shape[:2]
     sk = k.shape[1]
 
@@ -217,8 +230,8 @@ def flash_attn_func(
         )
 
     out, lse = _attached(f"{op}: attention_chunk has no gradient", in_chunks, q, k, v)
-    out, lse = out.view(batch, sq, *out.shape[1:]), lse.view(-1, batch, sq).transpose(0, 1)
-    return _returned(out, lse, return_attn_probs, return_softmax_lse)
+    out, lse = out.view(batch, sq, *out.shape[1:]), lse.view(q.shape[2], batch, sq).transpose(0, 1)
+    return _returned(out, lse, return_attn_probs, with_lse)
 
 
 def _every(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -258,9 +271,14 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     mask_mod: Any = None,
     score_mod: Any = None,
+    score_mod_bwd: Any = None,
     block_sparse_tensors: Any = None,
     aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    gather_kv_indices: Any = None,
     return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    min_seqlen_k: int | None = None,
     out: torch.Tensor | None = None,
 ) -> Result:
     """Attention within packed sequences; see `flash_attn_func` for the options.
@@ -285,10 +303,12 @@ def flash_attn_varlen_func(
         As in `flash_attn_func`, like all others.
     return_attn_probs, qv, q_descale, k_descale, v_descale, attention_chunk, learnable_sink :
         See above.
-    num_splits, pack_gqa, sm_margin, mask_mod, score_mod, block_sparse_tensors, aux_tensors :
+    num_splits, pack_gqa, sm_margin, mask_mod, score_mod, score_mod_bwd, block_sparse_tensors :
         See above.
-    return_softmax_lse :
+    aux_tensors, aux_scalars, gather_kv_indices, return_softmax_lse, return_lse :
         See above.
+    min_seqlen_k : int, optional
+        Accepted without effect: it tunes kernels of flash-attn.
 
     Returns
     -------
@@ -315,8 +335,11 @@ def flash_attn_varlen_func(
         qv=qv,
         mask_mod=mask_mod,
         score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
         block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        gather_kv_indices=gather_kv_indices,
     )
     if block_table is not None and page_table is not None:
         expected = "one of the two names"
@@ -374,7 +397,8 @@ def flash_attn_varlen_func(
         result, lse = _attached(f"{op}: {named[0]} has no gradient", packed, q, k, v)
     else:
         result, lse = packed()
-    return _returned(result if out is None else out, lse, return_attn_probs, return_softmax_lse)
+    with_lse = return_softmax_lse or return_lse
+    return _returned(result if out is None else out, lse, return_attn_probs, with_lse)
 
 
 def flash_attn_with_kvcache(
@@ -559,7 +583,7 @@ def flash_attn_with_kvcache(
     )
     if not ragged:
         out = out.view(batch, longest, *out.shape[1:])
-        lse = lse.view(-1, batch, longest).transpose(0, 1)
+        lse = lse.view(queries.shape[1], batch, longest).transpose(0, 1)
     return _returned(out, lse, False, return_softmax_lse)
 
 

@@ -132,8 +132,9 @@ def _attn_ragged_kernel(
             kv_head = part.kv_head
             if part.mine:
                 unused = tile.first_row >= tile.used_rows
-                # tiles of unused rows are counted as one, whatever is listed
+                # tiles of unused rows are counted as one, whatever is listed; padding has no list
                 kv_hi = tl.where(unused, tile.kv_lo, tile.kv_hi)
+                listed = tl.where(unused, 0, num_blocks)
                 packed = tl.cast(tile.first_slot, tl.int64)
                 k_head = inputs.k + tl.cast(kv_head, tl.int64) * tensors.k.head
                 v_head = inputs.v + tl.cast(kv_head, tl.int64) * tensors.v.head
@@ -144,7 +145,7 @@ def _attn_ragged_kernel(
                 list_row += kv_head * layout.tables.list_heads
                 cache = CacheView(
                     CacheTables(tables.page_table, tables.kv_blocks, page_row, list_row),
-                    tile.slab, num_slabs, num_blocks, slots, tile.kv_lo, kv_hi,
+                    tile.slab, num_slabs, listed, slots, tile.kv_lo, kv_hi,
                 )  # fmt: skip
                 rows = tile.first_row + tl.arange(0, TILE_M)
                 query, head, offset = row_places(

@@ -97,7 +97,10 @@ def why_not_sm90(problem: RaggedProblem) -> str | None:
 
 def takes_steps(problem: RaggedProblem) -> bool:
     """Whether the Hopper kernel of decoding runs this problem (`steps.py`)."""
-    if not problem.steps or attn_decode_sm90_unsupported(problem.decoding) is not None:
+    # without sequences there are no tables, of which a row without a sequence looks at the first
+    if not problem.steps or problem.batch == 0:
+        return False
+    if attn_decode_sm90_unsupported(problem.decoding) is not None:
         return False
     # the launch that combines many parts knows no queries without a sequence
     return not attn_decode_sm90_launch(problem.decoding).config.COMBINED
