@@ -315,13 +315,14 @@ def _launch(
     config = make_config(
         packed, dim, dim_v, page_size, block_kv,
         tile_n=128 if many or short else 64, words=is_fp8, single=single,
-        combined=_combined(min(rows, packed), programs // max(softmaxes * cdiv(rows, packed), 1)),
+        combined=_combined(min(rows, packed), programs, softmaxes * cdiv(rows, packed)),
     )  # fmt: skip
     return DecodeSm90Launch(config, programs)
 
 
-def _combined(rows: int, parts: int) -> bool:
-    """Whether `parts` parts of `rows` rows are better combined by a separate launch."""
+def _combined(rows: int, programs: int, softmaxes: int) -> bool:
+    """Whether the parts of softmaxes of `rows` rows are better combined by a separate launch."""
+    parts = programs // softmaxes if softmaxes else 0
     rounds = cdiv(rows, ROWS_OF_ROUND) * cdiv(parts, PARTS_OF_ROUND)
     return parts > 1 and rounds > FEW_ROUNDS
 
@@ -565,7 +566,7 @@ def latent_launch(problem: DecodeProblem) -> LatentLaunch:
         problem.page_size,
         problem.block_size,
         registers,
-        COMBINED=_combined(rows, programs // max(softmaxes, 1)),
+        COMBINED=_combined(rows, programs, softmaxes),
         PAIRED=paired,
     )
     return LatentLaunch(config, programs // config.pair * config.pair)
