@@ -110,10 +110,16 @@ def test_vmap_of_gradients_with_masks():
 
 def test_vmap_of_decode_over_one_cache():
     q, k, v, lengths = decoding.problem(500, lengths=(499,), dims=(64, 64), dtype="float16")
-    step = lambda q: bsk_jax.attention_decode(q, k, v, cache_seqlens=lengths, impl="triton")  # noqa: E731
+    shown = decoding.visible(lengths, 6, 2, 500)
+
+    def step(q):
+        return bsk_jax.attention_decode(
+            q, k, v, cache_seqlens=lengths, return_lse=True, impl="triton"
+        )
+
     queries = jnp.stack([q, -q])
-    for ours, query in zip(jax.jit(jax.vmap(step))(queries), queries, strict=True):
-        np.testing.assert_allclose(ours, step(query), rtol=2e-3, atol=2e-3)
+    for out, lse, query in zip(*jax.jit(jax.vmap(step))(queries), queries, strict=True):
+        decoding.check((out, lse), query, k, v, shown)
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])

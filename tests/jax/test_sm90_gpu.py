@@ -79,12 +79,16 @@ def test_a_split_tail_and_memory_full_of_nan():
     q, k, v = (x.astype(jnp.bfloat16) for x in normal(3, *[(1, 9, 4096, 128)] * 3))
     poison = jax.jit(lambda: jnp.full((2**27,), jnp.nan))
     step = jax.jit(lambda q, k, v: attend(q, k, v, return_lse=True))
-    portable = bsk_jax.attention(q, k, v, impl="triton", return_lse=True)
+    # all rows take NumPy too long; these are in every tile, and in every place of some tile
+    rows = slice(None, None, 7)
+    exact, plain = (
+        oracle.attention(q[:, :, rows], k, v, True, to=to) for to in (oracle.as64, oracle.as32)
+    )
     for _ in range(3):
         poison().block_until_ready()
-        for ours, theirs in zip(step(q, k, v), portable, strict=True):
-            found, right = (np.asarray(x, np.float32) for x in (ours, theirs))
-            np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-2)
+        for found, right, theirs in zip(step(q, k, v), exact, plain, strict=True):
+            assert not jnp.isnan(found).any()
+            oracle.within_budget(found[:, :, rows], right, theirs)
 
 
 def test_calls_repeat_their_bits_and_trace_once():

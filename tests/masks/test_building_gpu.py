@@ -9,9 +9,13 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek import BlockMask, masks
+from blackwell_sparsek.calls.attention import AttnGradients, AttnSpec
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.masks.order import longest_columns_first, longest_first
 from blackwell_sparsek.masks.topk import kept_blocks
+from blackwell_sparsek.testing.attention_cases import oracle
+from blackwell_sparsek.testing.attention_gradients import check_gradients
+from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
@@ -121,7 +125,8 @@ def test_orders(band, heads):
     assert torch.equal(made.cpu(), longest_columns_first(expected, *columns))
 
 
-def attention_parts(mask, deterministic):
+def check_attention_parts(mask, deterministic, exact_mask):
+    """Output and gradients against the oracle, which reads `exact_mask`."""
     generator = torch.Generator(device="cuda").manual_seed(1)
     q, k, v, dout = (
         torch.randn(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -129,22 +134,24 @@ def attention_parts(mask, deterministic):
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = bsk.attention(q, k, v, block_mask=mask, deterministic=deterministic)
-    return [out, *torch.autograd.grad(out, leaves, dout)]
+    made = AttnGradients(*torch.autograd.grad(out, leaves, dout), None)
+    spec = AttnSpec(64**-0.5, block_mask=exact_mask, max_q=1024, max_k=1024)
+    exact, _ = oracle(q.double(), k.double(), v.double(), spec)
+    plain, _ = oracle(q, k, v, spec, precision=q.dtype)
+    assert_within_budget(out, exact, plain)
+    check_gradients(made, dout, None, q, k, v, spec)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_takes_lists_with_spare_entries(deterministic):
     keep = kept(4, 8, 8, 0.4)
     exact = BlockMask.from_dense(keep, 128).to("cuda")
-    expected = attention_parts(exact, deterministic)
     mask = BlockMask.from_dense(keep.cuda(), 128)
     assert mask._listed.indices.numel() == keep.numel()
     for _ in range(2):
-        for got, want in zip(attention_parts(mask, deterministic), expected, strict=True):
-            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        check_attention_parts(mask, deterministic, exact)
     assert mask.nnz_blocks == exact.nnz_blocks
-    for got, want in zip(attention_parts(mask, deterministic), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    check_attention_parts(mask, deterministic, exact)
 
 
 def test_mask_and_attention_do_not_wait():

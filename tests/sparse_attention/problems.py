@@ -143,51 +143,62 @@ def plain_of(call):
     return torch.float64 if call.q.dtype == torch.float64 else torch.float32
 
 
+def expected_of(problem):
+    """Output and lse of the oracle, and those of plain PyTorch."""
+    call = call_of(*problem)
+    wide = SparseAttentionCall(*(x.double() for x in (call.q, call.k, call.v)), call.spec)
+    plain = reference.sparse_attention(call, precision=plain_of(call))
+    return reference.sparse_attention(wide), plain
+
+
 def check_forward(problem, impl):
     """Compare output and lse with the oracle; return them."""
     arguments, options = problem
     out, lse = bsk.sparse_attention(*arguments, **options, return_lse=True, impl=impl)
-    call = call_of(arguments, options)
-    wide = SparseAttentionCall(*(x.double() for x in (call.q, call.k, call.v)), call.spec)
-    exact, exact_lse = reference.sparse_attention(wide)
-    plain, plain_lse = reference.sparse_attention(call, precision=plain_of(call))
+    (exact, exact_lse), (plain, plain_lse) = expected_of(problem)
     assert_within_budget(out, exact, plain.to(out.dtype), what="out")
     assert_lse_within_budget(lse, exact_lse, plain_lse)
     return out, lse
 
 
-def gradients_by(problem, run, dtype=None):
+def weighted(out, lse):
+    """A sum of results with random weights."""
+    # rows that see nothing have an lse of -inf, whose gradient must not count
+    lse = torch.where(lse.isinf(), 0.0, lse)
+    dout = inputs.normal(*out.shape, seed=91, device=out.device).to(out.dtype)
+    dlse = inputs.normal(*lse.shape, seed=92, device=out.device).to(lse.dtype)
+    return (out * dout).sum() + (lse * dlse).sum()
+
+
+def gradients_by(problem, run, dtype=None, loss=weighted):
     """Gradients, by name, of everything that has one, through `run(arguments, options)`."""
     (q, k, v, chosen), options = problem
     leaves = {"q": q, "k": k, "v": v}
     leaves |= {name: options[name] for name in ("sinks", "gate") if name in options}
     own = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in leaves.items()}
     rest = {name: own[name] for name in own if name not in "qkv"}
-    out, lse = run((own["q"], own["k"], own["v"], chosen), {**options, **rest})
-    # rows that see nothing have an lse of -inf, whose gradient must not count
-    lse = torch.where(lse.isinf(), 0.0, lse)
-    dout = inputs.normal(*out.shape, seed=91, device=q.device).to(out.dtype)
-    dlse = inputs.normal(*lse.shape, seed=92, device=q.device).to(lse.dtype)
-    total = (out * dout).sum() + (lse * dlse).sum()
+    total = loss(*run((own["q"], own["k"], own["v"], chosen), {**options, **rest}))
     return dict(zip(own, torch.autograd.grad(total, list(own.values())), strict=True))
 
 
-def our_gradients(problem, impl):
+def our_gradients(problem, impl, loss=weighted):
     """Gradients by an implementation."""
-    return gradients_by(
-        problem, lambda a, o: bsk.sparse_attention(*a, **o, return_lse=True, impl=impl)
-    )
+
+    def run(arguments, options):
+        return bsk.sparse_attention(*arguments, **options, return_lse=True, impl=impl)
+
+    return gradients_by(problem, run, loss=loss)
 
 
-def check_gradients(problem, impl):
+def check_gradients(problem, impl, loss=weighted):
     """Compare the gradients of everything that has one with the oracle."""
 
     def oracle(precision):
         return lambda a, o: reference.sparse_attention(call_of(a, o), precision=precision)
 
-    ours = our_gradients(problem, impl)
-    exact = gradients_by(problem, oracle(torch.float64), torch.float64)
-    plain = gradients_by(problem, oracle(plain_of(call_of(*problem))))
+    ours = our_gradients(problem, impl, loss)
+    exact = gradients_by(problem, oracle(torch.float64), torch.float64, loss)
+    plain = gradients_by(problem, oracle(plain_of(call_of(*problem))), loss=loss)
     dtype = problem[0][0].dtype
     for name in ours:
         # The backward recomputes probabilities from a rounded lse, and delta from an output that

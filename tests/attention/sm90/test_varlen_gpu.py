@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.sm90 import launch as fwd_sm90_launch
 from blackwell_sparsek.attention.sm90.config import make_forward_config, tile_width
-from blackwell_sparsek.attention.triton import forward as attention_triton
 from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec, empty_lse, empty_out
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.testing.attention_cases import (
@@ -205,7 +204,7 @@ def test_many_short_sequences(count):
         check_attention(*run(q, k, v, spec, consumers), q, k, v, spec)
 
 
-def test_long_and_short_sequences_agree_with_the_portable_kernel():
+def test_long_and_short_sequences():
     """Uneven lengths, more pieces of work than programs."""
     lengths = (3000, 10, 0, 777, 5000, 128)
     for heads_kv, band in ((8, EVERYTHING), (2, Band(None, 0)), (2, Band(500, 0))):
@@ -213,10 +212,7 @@ def test_long_and_short_sequences_agree_with_the_portable_kernel():
             3, BRAIN, heads=(8, heads_kv), lengths=tuple((n, n) for n in lengths),
             head_dims=(128, 128), band=band, varlen=True,
         ).build("cuda")  # fmt: skip
-        out, lse = run(q, k, v, spec)
-        other, other_lse = attention_triton.forward(AttentionCall(q, k, v, spec))
-        torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
+        check_attention(*run(q, k, v, spec), q, k, v, spec)
 
 
 def varlen(q, k, v, cu_q, cu_k, longest=300, **options):

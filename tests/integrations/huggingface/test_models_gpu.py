@@ -131,12 +131,15 @@ def test_a_step_in_a_cuda_graph(models, ids):
         logits = step()
     for layer in cache.layers:
         layer.cumulative_length.zero_()
-    expected = model(ids[:, :10]).logits
+    found = []
     for i in range(10):
         token.copy_(ids[:, i : i + 1])
         position.fill_(i)
         graph.replay()
-        torch.testing.assert_close(logits[:, 0], expected[:, i], rtol=1e-3, atol=1e-3)
+        found.append(logits[:, 0].clone())
+    model.set_attn_implementation("eager")
+    exact, plain = (each(ids[:, :10]).logits for each in (models[1], model))
+    assert_within_budget(torch.stack(found, 1), exact, plain)
 
 
 def test_torchs_flash_backend_is_ours_once_activated():

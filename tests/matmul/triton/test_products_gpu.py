@@ -193,7 +193,8 @@ def test_other_streams_see_finished_plans():
             second = matmul(a, x, impl="triton")
         torch.cuda.synchronize()
         assert torch.equal(first, second)
-        torch.testing.assert_close(first, a.to_dense() @ x, atol=0.5, rtol=0.02)
+        dense = a.to_dense()
+        assert_within_budget(first, dense.double() @ x.double(), dense @ x)
 
 
 def test_no_synchronisation_after_the_first_call(cut_rows):
@@ -255,7 +256,8 @@ def test_past_2_to_the_31_elements():
     # the sum of a gradient over as many rows
     grad = sddmm(small.T, x, a, impl="triton").to_dense()
     expected = (small[-100:].T @ x[-100:]) * (a.with_data(torch.ones_like(a.data)).to_dense() > 0)
-    torch.testing.assert_close(grad, expected, atol=1.0, rtol=1e-2)
+    # sums of whole numbers below 2048, which fp16 holds
+    assert torch.equal(grad, expected)
 
 
 def test_compiled_without_graph_breaks():
