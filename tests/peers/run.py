@@ -6,7 +6,7 @@ installed, into `.peers/`; `--sources DIR` takes them from `DIR/transformers` an
 instead. A suite that cannot be run is skipped with the reason. A test counts as a finding if it
 passes in the control run (sdpa, or torch's own products) and fails with this package, unless
 `accepted.txt` names it with a reason. FlashAttention's grid of sizes is `test_flash_attention_grid`
-beside this file and needs no sources.
+beside this file and needs no sources; `flash_attention.py` runs its own test files.
 """
 
 import argparse
