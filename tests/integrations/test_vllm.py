@@ -296,6 +296,11 @@ def test_refused_configurations_say_why(changes, why):
     assert any(why in reason for reason in reasons(**changes))
 
 
+def test_query_lengths_must_be_known_on_the_host():
+    """They choose the kernel of a step; adaptive verification changes them on the device only."""
+    assert not SparseKBackend.supports_device_cpu_query_lens_mismatch()
+
+
 def test_metadata_of_graphs_holds_the_tensors_of_the_runner():
     """A graph reads them again at each replay, so they must not be copies."""
     builder = SparseKBackend.get_builder_cls()

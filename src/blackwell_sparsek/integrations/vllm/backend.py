@@ -103,6 +103,11 @@ class SparseKBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Steps are planned from the lengths on the host, so the device must have the same."""
+        return False
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """From sm_80 on, as all kernels of this package."""
         return (capability.major, capability.minor) >= LEAST_CAPABILITY
