@@ -131,6 +131,24 @@ def test_graphs_keep_their_tables():
         ours.init_forward_metadata_out_graph(engine.batch((2, 2, 2), ForwardMode.EXTEND))
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_idle_batches_attend_to_nothing(rows):
+    """A rank without requests, whose rows, if any, fill up what ranks run together."""
+    engine, layer = Engine(2), layer_of()
+    engine.step(layer, (20, 30))
+    batch = engine.batch((0,) * rows, ForwardMode.IDLE) if rows else SimpleNamespace()
+    batch.forward_mode, batch.seq_lens_cpu = ForwardMode.IDLE, None
+    batch.extend_seq_lens = batch.extend_seq_lens_cpu = batch.extend_prefix_lens = None
+    q, k, v = (torch.zeros(rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    for backend in engine.backends:
+        before = [x.clone() for x in backend.token_to_kv_pool.get_kv_buffer(0)]
+        backend.init_forward_metadata(batch)
+        assert backend.forward_metadata is None
+        assert backend.forward(q.flatten(1), k, v, layer, batch).shape == (rows, HEADS * DIM)
+        after = backend.token_to_kv_pool.get_kv_buffer(0)
+        assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+
+
 def test_bidirectional_attention():
     engine, layer = Engine(2), layer_of(attn_type=AttentionType.ENCODER_ONLY)
     torch.testing.assert_close(*engine.step(layer, (20, 33)))

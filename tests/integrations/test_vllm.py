@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -296,6 +297,11 @@ def test_refused_configurations_say_why(changes, why):
     assert any(why in reason for reason in reasons(**changes))
 
 
+def test_query_lengths_must_be_known_on_the_host():
+    """They choose the kernel of a step; adaptive verification changes them on the device only."""
+    assert not SparseKBackend.supports_device_cpu_query_lens_mismatch()
+
+
 def test_metadata_of_graphs_holds_the_tensors_of_the_runner():
     """A graph reads them again at each replay, so they must not be copies."""
     builder = SparseKBackend.get_builder_cls()
@@ -494,6 +500,27 @@ def test_sparse_prefill_refusals():
         ValueError, match=r"prefill_blocks is 8; expected at least 11: .*64 queries"
     ):
         engine.step((9, 9))
+
+
+@pytest.mark.parametrize("asked", [None, {"decode_blocks": 9}, {"prefill_blocks": 9}], ids=str)
+@pytest.mark.parametrize("connector", [None, "OffloadingConnector"])
+def test_blocks_of_connectors_have_no_summaries(asked, connector):
+    """Refused when vLLM selects a backend, and again when it makes the metadata of steps."""
+    transfer = connector and KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    config = SimpleNamespace(
+        additional_config={backend.CONFIG: asked} if asked else {}, kv_transfer_config=transfer
+    )
+    builder = partial(SparseKBackend.get_builder_cls(), None, [], config, torch.device("cpu"))
+    with set_current_vllm_config(config):
+        given = reasons()
+    if asked and connector:
+        (reason,) = given
+        assert "OffloadingConnector" in reason and "summaries" in reason
+        with pytest.raises(NotImplementedError, match="OffloadingConnector"):
+            builder()
+    else:
+        assert given == []
+        builder()
 
 
 @pytest.mark.parametrize("asked, why", [

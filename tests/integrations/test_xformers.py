@@ -167,6 +167,33 @@ def test_a_tensor_is_added():
     check(memory_efficient_attention(q, k, v, bias), q, k, v, bias)
 
 
+@pytest.mark.parametrize("shape", [(2, 9, 13), (1, 9, 13), (9, 13), (2, 1, 9, 13)], ids=str)
+def test_a_tensor_is_added_for_one_head(shape):
+    """In [B, M, K], where three dimensions of a bias are those of the scores of each sequence."""
+    q, k, v = tensors(2, 9, 13, heads=1, kv=1)
+    bias = normal(*shape, seed=5, dtype=DOUBLE)
+    out = memory_efficient_attention(*(x[:, :, 0] for x in (q, k, v)), bias)
+    check(out.unsqueeze(2), q, k, v, bias.unsqueeze(1) if len(shape) == 3 else bias)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("heads", [(2, 3), (1, 1), (2, 1), (1, 3)], ids=str)
+def test_a_tensor_is_added_for_grouped_heads(biases, heads, shared, causal):
+    q, k, v = tensors(2, 9, 13, heads=6, kv=2 if shared else 6)
+    bias = normal(2, *heads, 9, 13, seed=5, dtype=DOUBLE)
+    keys = [
+        x.unsqueeze(3).expand(-1, -1, -1, 3, -1) if shared else x.unflatten(2, (2, 3))
+        for x in (k, v)
+    ]
+    given = biases.LowerTriangularMask().add_bias(bias) if causal else bias
+    out = memory_efficient_attention(q.unflatten(2, (2, 3)), *keys, given)
+    added = bias.expand(2, 2, 3, 9, 13).flatten(1, 2)
+    if causal:
+        added = added + biases.LowerTriangularMask().materialize((2, 6, 9, 13), dtype=DOUBLE)
+    check(out.flatten(2, 3), q, k, v, added)
+
+
 def test_refusals(biases):
     q, k, v = tensors(1, 24, 24)
     cases = [
@@ -182,6 +209,9 @@ def test_refusals(biases):
             memory_efficient_attention(q, k, v, **options)
     with pytest.raises(InvalidInput, match="wrong rank"):
         memory_efficient_attention(q[0, 0], k, v)
+    five = [x.unflatten(2, (2, -1)) for x in (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))]
+    with pytest.raises(InvalidInput, match=r"does not broadcast.*\[1, 3, 2, 24, 24\]"):
+        memory_efficient_attention(*five, torch.zeros(1, 3, 2, 24, 24))
     with pytest.raises(InvalidInput, match="batch of 1"):
         bias = biases.BlockDiagonalMask.from_seqlens([24])
         memory_efficient_attention(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), bias)

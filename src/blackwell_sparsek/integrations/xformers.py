@@ -80,7 +80,8 @@ def memory_efficient_attention(
         B is 1 with biases that divide the tokens into sequences.
     key, value : as query, with Mkv in place of Mq
     attn_bias : bias of xFormers, or tensor broadcastable to `[B, H, Mq, Mkv]`, optional
-        A tensor is added to the scores, see `scaled_dot_product_attention`. Biases with unused
+        A tensor is added to the scores, see `scaled_dot_product_attention`. It may also be
+        `[B, Mq, Mkv]` for `[B, Mq, K]`, `[B, G, H, Mq, Mkv]` for grouped heads. Biases with unused
         keys, pages, or sequences of unequal lengths aligned to the top left have no gradients.
     p : float
         Must be 0.
@@ -120,13 +121,16 @@ def memory_efficient_attention(
         )
     q, k, v = _with_heads(query, key, value)
     if attn_bias is None or isinstance(attn_bias, torch.Tensor):
-        out = _dense(q, k, v, attn_bias, scale)
+        out = _dense(q, k, v, _added(attn_bias, query), scale)
     else:
         rule = _rule(attn_bias)
-        if rule.keys == "dense":
-            out = _banded(q, k, v, attn_bias, rule, scale)
-        else:
+        if rule.keys != "dense":
             out = _sequences(q, k, v, attn_bias, rule, scale)
+        elif rule.top_left:
+            added = _added(getattr(attn_bias, "_bias", None), query)
+            out = _dense(q, k, v, added, scale, top_left=True)
+        else:
+            out = _banded(q, k, v, attn_bias, rule, scale)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -143,7 +147,27 @@ def _with_heads(
     return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
 
 
+def _added(bias: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A tensor in xFormers' layout for the rank of `query`, with one dimension for all heads."""
+    if bias is None:
+        return None
+    if query.dim() == 3 and bias.dim() == 3:
+        return bias.unsqueeze(1)
+    if query.dim() != 5 or bias.dim() != 5:
+        return bias
+    heads, own = query.shape[2:4], bias.shape[1:3]
+    if any(n not in (1, most) for n, most in zip(own, heads, strict=True)):
+        expected = f"[B, {heads[0]}, {heads[1]}, Mq, Mkv]"
+        raise InvalidInput(
+            message(OP, "attn_bias", "does not broadcast", expected, list(bias.shape))
+        )
+    if own.numel() > 1:
+        bias = bias.expand(-1, *heads, -1, -1)
+    return bias.flatten(1, 2)
+
+
 def _rule(bias: Any) -> Rule:
+    """What the class of `bias` means."""
     kind = type(bias)
     if kind.__module__ == BIASES and kind.__name__ in RULES:
         return RULES[kind.__name__]
@@ -154,6 +178,7 @@ def _rule(bias: Any) -> Rule:
 
 
 def _window(bias: Any, rule: Rule) -> tuple[int | None, int | None] | None:
+    """Keys before and after a query's own that it sees, or None for all."""
     if not rule.local:
         return None
     if rule.causal:
@@ -169,6 +194,7 @@ def _dense(
     scale: float | None,
     top_left: bool = False,
 ) -> torch.Tensor:
+    """Attention of all queries to all keys, or causal from the first query and key on."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]
     return scaled_dot_product_attention(
@@ -179,9 +205,7 @@ def _dense(
 def _banded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, rule: Rule, scale: float | None
 ) -> torch.Tensor:
-    """Attention in a band around one of the diagonals."""
-    if rule.top_left:
-        return _dense(q, k, v, getattr(bias, "_bias", None), scale, top_left=True)
+    """Attention in a band around the diagonal that ends at the last query and key."""
     out = attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         causal=rule.causal,
@@ -234,6 +258,7 @@ def _sequences(
 
 
 def _slots(keys: Any) -> list[tuple[int, int]]:
+    """Where the slots of each sequence begin and end."""
     return list(zip(keys.seqstart_py, keys.seqstart_py[1:], strict=False))
 
 

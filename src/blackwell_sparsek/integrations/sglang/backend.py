@@ -71,6 +71,10 @@ class SparseKAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The tables of a step that no graph is made of."""
         refuse_mode(forward_batch.forward_mode)
+        if forward_batch.forward_mode.is_idle():
+            # `forward` of SGLang then calls no layer of this backend
+            self.forward_metadata = None
+            return
         lengths = forward_batch.seq_lens.to(torch.int32)
         table = self._page_table(forward_batch, _longest(forward_batch))
         if forward_batch.forward_mode.is_decode():

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -103,6 +104,11 @@ class SparseKBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Steps are planned from the lengths on the host, so the device must have the same."""
+        return False
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """From sm_80 on, as all kernels of this package."""
         return (capability.major, capability.minor) >= LEAST_CAPABILITY
@@ -126,7 +132,7 @@ class SparseKBackend(AttentionBackend):
                 return "an fp8 cache needs float16 or bfloat16 queries"
             if (device_capability.major, device_capability.minor) < (8, 9):
                 return "an fp8 cache needs compute capability 8.9"
-        return None
+        return connector_problem(get_current_vllm_config_or_none())
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,22 @@ def sparse_reads(vllm_config: Any) -> SparseReads | None:
             f"or both, and optionally {', '.join(names[2:])}"
         )
     return SparseReads(**asked)
+
+
+def connector_problem(vllm_config: Any) -> str | None:
+    """Why the KV connector of a configuration does not go with its sparse reads, or None.
+
+    Summaries are made of the tokens that a step computes; blocks that are loaded have none.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return None
+    if sparse_reads(vllm_config) is None:
+        return None
+    return (
+        f"the KV connector {transfer.kv_connector} loads blocks without the summaries by which "
+        f"additional_config[{CONFIG!r}] chooses what is read: use only one of the two"
+    )
 
 
 class PromptRuns(NamedTuple):
@@ -280,6 +302,8 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.sparse: SparseReads | None = sparse_reads(vllm_config)
+        if problem := connector_problem(vllm_config):
+            raise NotImplementedError(problem)
         self.device = device
         if self.sparse is not None and self.sparse.prefill_blocks is not None:
             # vLLM then puts requests that decode before prompts
