@@ -86,13 +86,19 @@ def attention(
 
     Queries and keys have a scale for every 128 tokens of a head, values one for every channel.
     Gradients are those of `bsk.attention` on the tensors as given, which a backward pass computes
-    again without fp8.
+    again without fp8. `torch.compile` breaks the graph at a call with gradients, so that
+    `fullgraph=True` fails for one.
+
+    A finite key or value that no query sees does not reach the output itself, but it has a part in
+    the scale that it shares with visible ones, and a key in the mean that is subtracted.
 
     Parameters
     ----------
     q, k, v : fp16, bf16 or fp32, one dtype, shapes as in `bsk.attention`
         Under `torch.autocast` they are cast to its dtype.
-    causal, window, block_mask, scale, softcap, sinks : as in `bsk.attention`
+    causal, window, scale, softcap, sinks : as in `bsk.attention`
+    block_mask : BlockMask, optional
+        As in `bsk.attention`, but with 1 or Hq masks along the heads, not Hkv.
     smooth_k : bool, optional
         Subtract the mean over the tokens from the keys before rounding, which softmax cancels. It
         would not with softcap or sinks, where True is refused. By default wherever it is exact.
