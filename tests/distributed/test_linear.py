@@ -141,6 +141,19 @@ def test_a_last_block_row_may_be_empty_and_not_whole(mesh):
 
 
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("conversion", ["to_linear", "to_fp8"])
+def test_conversions_that_would_drop_the_split_are_refused(mesh, style, conversion):
+    layer = split_layer(mesh, style)
+    way_out = rf"{conversion} does not apply.*expected a BSRLinear \(its state_dict\(\)"
+    with pytest.raises(bsk.Unsupported, match=way_out):
+        getattr(layer, conversion)()
+    _, inputs, outputs = STYLES[style]
+    whole = BSRLinear(inputs, outputs, (16, 16), keep=skewed(3, 4, 0))
+    whole.load_state_dict(layer.state_dict())
+    assert whole.to_fp8()(torch.ones(1, inputs)).shape == (1, outputs)
+
+
+@pytest.mark.parametrize("style", STYLES)
 def test_any_wrong_entry_is_refused_or_loaded(mesh, style):
     assert assert_refused_or_loaded(mesh, style, {})
     others = [torch.zeros(1), torch.zeros(()), torch.zeros(48).int(), torch.zeros(40).to("meta")]

@@ -97,6 +97,27 @@ def test_options(impl, options, device):
 
 
 @KERNELS
+@pytest.mark.parametrize("scaled", ["k_descale", "v_descale"])
+def test_keys_that_are_the_values(impl, scaled, device):
+    """As many blocks of keys as channels: only the role says which of them a scale is for."""
+    x = torch.randn(1, 1, 2048, 16) * torch.linspace(0.1, 3, 2048).view(-1, 1)
+    made = bsk.fp8.quantize(x.to(device), "block", impl="eager")
+    q = bsk.fp8.quantize(torch.randn(1, 1, 30, 16, device=device), "head", impl="eager")
+    scales = {"q_descale": q.descale, scaled: made.descale}
+    check((q.data, made.data, made.data), scales, impl)
+    stored = q.stored().double()
+    k, v = (made.data.double() for _ in range(2))
+    if scaled == "k_descale":
+        k = made.stored().double()
+    else:
+        v = v * made.descale.double().view(1, 1, 1, 16)
+    exact = torch.softmax(stored @ k.mT / 4, -1) @ v
+    options = {"out_dtype": torch.float32, "impl": "reference"}
+    oracle = bsk.attention(q.data, made.data, made.data, **scales, **options)
+    assert_within_budget(oracle, exact, exact.float())
+
+
+@KERNELS
 @pytest.mark.parametrize("form", ["none", "one", "head", "broadcast", "full"])
 def test_forms_of_scales(impl, form, device):
     given, _ = tensors((140, 140), (2, 2), (16, 24), batch=2, device=device)
@@ -237,11 +258,37 @@ def refusal(change):
         ({"out_dtype": torch.float64}, "out_dtype is unknown"),
         ({"deterministic": True}, "deterministic is about gradients"),
         ({"q": torch.zeros(2, 4, 40, 16).to(E4M3).requires_grad_()}, "bsk.fp8.attention on 16-bit"),
+        ({"q_descale": torch.ones(1).requires_grad_()}, "q_descale requires gradients, which fp8"),
+        ({"k_descale": torch.ones(2, 2).requires_grad_()}, "k_descale requires gradients"),
+        ({"v_descale": torch.ones(2, 2).requires_grad_()}, "v_descale requires gradients"),
+        ({"sinks": torch.ones(4).requires_grad_()}, "sinks requires gradients.*on 16-bit"),
     ],
 )
 def test_refusals(change, text):
     with pytest.raises((bsk.InvalidInput, bsk.InvalidType), match=f"(?s){text}"):
         refusal(change)
+
+
+@pytest.mark.parametrize("name", ["sinks", "q_descale", "k_descale", "v_descale"])
+def test_gradients_of_packed_calls_are_refused(name):
+    x, offsets = torch.ones(8, 2, 16).to(E4M3), torch.tensor([0, 8], dtype=torch.int32)
+    given = {name: torch.ones(2 if name == "sinks" else 1, requires_grad=True)}
+    call = (x, x, x, offsets, offsets)
+    lengths = {"max_seqlen_q": 8, "max_seqlen_k": 8}
+    with pytest.raises(bsk.InvalidInput, match=f"{name} requires gradients"):
+        bsk.attention_varlen(*call, **lengths, **given)
+    with torch.no_grad():
+        out = bsk.attention_varlen(*call, **lengths, **given)
+    assert not out.requires_grad
+
+
+def test_a_recorded_call_does_not_hide_a_gradient():
+    given, scales = tensors((40, 50), (2, 1), (16, 16))
+    sinks = torch.ones(2)
+    for _ in range(3):
+        bsk.attention(*given, **scales, sinks=sinks)
+    with pytest.raises(bsk.InvalidInput, match="sinks requires gradients"):
+        bsk.attention(*given, **scales, sinks=sinks.requires_grad_())
 
 
 def test_arguments_of_fp8_are_refused_for_other_dtypes():
@@ -287,6 +334,34 @@ def test_gradients_are_those_of_the_exact_attention(sinks):
         assert torch.equal(got, expected)
     only = torch.autograd.grad(bsk.fp8.attention(q, k.detach(), v.detach(), causal=True), q, dout)
     assert only[0].shape == q.shape
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
+    dout = torch.randn(1, 2, 20, 16, requires_grad=True)
+    out = bsk.fp8.attention(q * 1.5, k, v)
+    made = torch.autograd.grad(out, (q, k, v), dout, create_graph=True)
+    plain = bsk.attention(q * 1.5, k, v)
+    for got, expected in zip(made, torch.autograd.grad(plain, (q, k, v), dout), strict=True):
+        assert torch.equal(got, expected)
+    for wanted in (q, dout):
+        with pytest.raises(bsk.Unsupported, match="no backward of the backward"):
+            torch.autograd.grad(made[1].sum(), wanted, retain_graph=True)
+
+
+def test_mixed_dtypes_are_refused_or_cast():
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    mixed = (q.bfloat16().requires_grad_(), k.half(), v)
+    with pytest.raises(bsk.InvalidType, match="q/k/v have different dtypes"):
+        bsk.fp8.attention(*mixed)
+    with torch.no_grad(), pytest.raises(bsk.InvalidType, match="q/k/v have different dtypes"):
+        bsk.fp8.attention(*mixed)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = bsk.fp8.attention(*mixed)
+    cast = [x.detach().bfloat16() for x in mixed]
+    assert out.dtype == torch.bfloat16 and torch.equal(out, bsk.fp8.attention(*cast))
+    out.sum().backward()
+    assert mixed[0].grad.dtype == torch.bfloat16
 
 
 def test_smoothing_and_rotation_are_refused_where_they_change_the_result():

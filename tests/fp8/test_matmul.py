@@ -227,6 +227,11 @@ def wide(**options):
     return torch.randn(4, 32, **options)
 
 
+def learnt_scales(w):
+    """A matrix in fp8 whose scales require gradients."""
+    return w.with_data(w.data, w.descale.clone().requires_grad_())
+
+
 W = bsk.BSRMatrix.from_dense(torch.ones(16, 32), (16, 16))
 X8 = bsk.fp8.quantize(torch.ones(4, 32), "1x128")
 E5M2_X8 = bsk.fp8.quantize(torch.ones(4, 32), "1x128", dtype=torch.float8_e5m2)
@@ -266,6 +271,14 @@ E5M2_X8 = bsk.fp8.quantize(torch.ones(4, 32), "1x128", dtype=torch.float8_e5m2)
             ValueError,
             r"bias requires gradients.*before to_fp8\(\)",
         ),
+        (
+            lambda: bsk.matmul(
+                X8._replace(descale=X8.descale.clone().requires_grad_()), W.to_fp8().T
+            ),
+            ValueError,
+            r"a\.descale requires gradients.*before to_fp8\(\)",
+        ),
+        (lambda: bsk.matmul(X8, learnt_scales(W.to_fp8()).T), ValueError, r"b\.descale requires"),
         (lambda: bsk.matmul(X8, W.to_fp8().T, bias=torch.ones(15)), ValueError, "bias"),
         (lambda: bsk.matmul(W.to_fp8().T, W.to_fp8()), ValueError, r"a is in fp8.*dequantize\(\)"),
         (lambda: bsk.fp8.matmul(wide(), W.T), TypeError, r"w is not in fp8.*w\.to_fp8\(\)"),

@@ -1,5 +1,8 @@
 """Both implementations of rounding to fp8 against fp64 and a table of all values."""
 
+import copy
+import io
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.calls.fp8 import SCALES, QuantizeCall
+from blackwell_sparsek.calls.fp8 import SCALES, QuantizeCall, restored
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.fp8 import LARGEST, SMALLEST_SCALE
 from blackwell_sparsek.fp8 import api
@@ -16,6 +19,8 @@ from blackwell_sparsek.fp8.op import quantize_dispatch
 from blackwell_sparsek.launch.workspace import zeroed_counters
 from blackwell_sparsek.reference.fp8 import hadamard, nearest, scale_places
 from blackwell_sparsek.testing import guard, layouts, poison
+
+from .. import fuzzing
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = pytest.mark.parametrize("impl", ["triton", "eager"])
@@ -315,3 +320,59 @@ def test_gradients_are_refused_only_where_they_would_flow():
     with torch.no_grad():
         assert not bsk.fp8.quantize(x).data.requires_grad
     assert bsk.fp8.quantize(x.detach()).data.dtype == E4M3
+
+
+@BOTH
+def test_means_count_what_is_not_finite_as_zeros(impl):
+    x = torch.tensor([[1.0], [3.0], [torch.nan], [torch.inf]])
+    assert bsk.fp8.quantize(x, smooth=True, impl=impl).mean.item() == 1.0
+
+
+# Copies and files.
+
+
+def through_torch(x):
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": through_torch,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@EVERY_SCALE
+def test_copies_hold_the_same(way, transposed, dtype, scale):
+    x = torch.randn(2, 20, 16)
+    made = bsk.fp8.quantize(x, scale, dtype=dtype, transposed=transposed, smooth=True)
+    other = COPIES[way](made)
+    assert type(other) is type(made) and other.data.dtype == dtype
+    assert torch.equal(other.data.view(torch.uint8), made.data.view(torch.uint8))
+    assert torch.equal(other.descale, made.descale) and torch.equal(other.mean, made.mean)
+    assert other[2:4] == made[2:4] and other.hadamard == made.hadamard
+    assert other.data.stride() == made.data.stride()
+    shares = other.data.untyped_storage().data_ptr() == made.data.untyped_storage().data_ptr()
+    assert shares == (way == "copy")
+
+
+def test_any_wrong_value_of_a_file_is_refused_or_harmless():
+    made = bsk.fp8.quantize(torch.randn(2, 20, 16), "block", smooth=True)
+    function, state = made.__reduce__()
+    assert function is restored
+    refused = 0
+    for place in range(len(state)):
+        for value in fuzzing.ODD_STATES:
+            try:
+                restored(*state[:place], value, *state[place + 1 :]).dequantize()
+            except bsk.BskError as error:
+                assert len(str(error).splitlines()) == 1
+                refused += 1
+    assert refused > 50

@@ -70,6 +70,41 @@ def test_from_linear(dtype):
         BSRLinear.from_linear(dense, (32, 32), 0.5, dtype=torch.int8)
 
 
+class Doubled(BSRLinear):
+    """A layer with a forward of its own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_stays_one():
+    dense, x = nn.Linear(64, 96), normal(3, 64, seed=6)
+    once = BSRLinear.from_linear(dense, 32, 0.5, dtype=E4M3)
+    twice = Doubled.from_linear(dense, 32, 0.5)
+    for made in (twice.to_fp8(), Doubled.from_linear(dense, 32, 0.5, dtype=E4M3)):
+        assert type(made) is Doubled and torch.equal(made(x), 2 * once(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_from_matrix_and_a_bias(dtype):
+    weight = layer().weight
+    bias, x = normal(70, seed=9, dtype=dtype), normal(3, 61, seed=1)
+    made = BSRLinear.from_matrix(weight, bias.requires_grad_())
+    assert not made.bias.requires_grad
+    kept = torch.float32 if dtype == torch.float64 else dtype
+    assert made.bias.dtype == kept and torch.equal(made.bias, bias.detach().to(kept))
+    assert torch.equal(made(x), bsk.fp8.matmul(x, weight.T, bias=bias.detach().to(kept)))
+
+
+def test_a_linear_in_double_precision():
+    dense = nn.Linear(64, 96).double()
+    made = BSRLinear.from_linear(dense, 32, 0.5, dtype=E4M3)
+    x = normal(3, 64, seed=6)
+    exact = bsk.fp8.quantize(x, "1x128").dequantize().double() @ made.weight.to_dense().double().T
+    plain = bsk.fp8.quantize(x, "1x128").dequantize() @ made.weight.to_dense().T
+    assert_within_budget(made(x), exact + dense.bias.detach(), plain + dense.bias.detach().float())
+
+
 def through_torch(x):
     buffer = io.BytesIO()
     torch.save(x, buffer)

@@ -155,7 +155,7 @@ def attention(
         `(n - 1, 0)` if causal, the latest n keys, and `(n - 1, n - 1)` otherwise.
     block_mask : BlockMask, optional
         Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1, Hkv or Hq along the heads;
-        with Hkv, query heads that share a KV head share its mask (not in the Hopper kernel).
+        with Hkv, query heads that share a KV head share its mask (not in fp8 or on `sm90`).
     scale : float, optional
         Factor of q k^T; `1 / sqrt(D)` by default.
     softcap : float, optional

@@ -63,10 +63,7 @@ def fp8_call(
         check_rank(op, arg, x, layout)
         if not (arg == "v" and is_turned(x)):
             check_last_dim_contiguous(op, arg, x)
-        if torch.is_grad_enabled() and x.requires_grad:
-            expected = "bsk.fp8.attention on 16-bit tensors, or torch.no_grad()"
-            problem = "requires gradients, which fp8 inputs do not have"
-            raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))
+        _refuse_gradient(op, arg, x)
     check_same_device(op, {**tensors})
     check_qkv_shapes(op, tensors, layout)
     check_head_dims(op, q, v)
@@ -102,7 +99,17 @@ def fp8_call(
         cu_seqlens_q=cu_seqlens[0],
         cu_seqlens_k=cu_seqlens[1],
     )
+    if sinks is not None:
+        _refuse_gradient(op, "sinks", sinks)
     return Fp8AttentionCall(call, q_descale, k_descale, v_descale, out_dtype)
+
+
+def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
+    """Refuse a tensor whose gradient autograd would ask for, which would silently be missing."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        expected = "bsk.fp8.attention on 16-bit tensors, or torch.no_grad()"
+        problem = "requires gradients, which fp8 inputs do not have"
+        raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))
 
 
 def _refuse_dtype(
@@ -129,6 +136,7 @@ def _checked_scale(
     check_derivatives(op, arg, scale)
     check_dtype(op, arg, scale, [torch.float32])
     check_same_device(op, {"q": q, arg: scale})
+    _refuse_gradient(op, arg, scale)
     if scale.numel() == 1:
         return scale.reshape(1, 1, 1)
     whole = scale.unsqueeze(-1) if scale.dim() == 2 else scale

@@ -7,6 +7,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arch import Arch, arch_of
+from ..core.checks import (
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    message,
+)
+from ..core.errors import InvalidInput
+from ..core.fp8 import LARGEST
 from ..core.sizes import SCALE_CHANNELS as SCALE_CHANNELS
 from .attention import AttentionCall, AttnProblem, empty_lse, empty_out, tma_takes
 from .matmul import BsrProblem, MatmulCall
@@ -15,6 +26,8 @@ from .matmul import BsrProblem, MatmulCall
 _GROUPS = {"tensor": (0, 0), "head": (0, 0), "channel": (0, 1), "1x128": (1, 128)}
 _GROUPS |= {"128x128": (128, 128)}
 SCALES = ("tensor", "head", "block", "channel", "1x128", "128x128")
+# Tokens that may share a scale under "block".
+BLOCKS = (16, 32, 64, 128, 256)
 # Tokens of transposed results are padded to this many, because TMA takes strides of 16 bytes.
 TOKEN_PADDING = 16
 
@@ -137,6 +150,44 @@ class Quantized(NamedTuple):
             # the rotation is its own inverse
             x = rotated(x)
         return x if self.mean is None else x + self.mean.unsqueeze(-2)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As bytes, because torch does not unpickle tensors in fp8."""
+        if self.data.dtype not in LARGEST:
+            return Quantized, tuple(self)
+        return restored, (self.data.view(torch.uint8), self.data.dtype, *self[1:])
+
+
+def restored(
+    stored: Any, dtype: Any, descale: Any, scale: Any, block: Any, mean: Any, hadamard: Any
+) -> Quantized:
+    """What `Quantized.__reduce__` took apart; all of it is checked, as it may come from a file."""
+    op = "Quantized"
+    check_tensor(op, "data", stored)
+    check_dtype(op, "data", stored, (torch.uint8,))
+    check_choice(op, "dtype", dtype, tuple(LARGEST))
+    check_choice(op, "scale", scale, SCALES)
+    check_choice(op, "block", block, BLOCKS)
+    check_flag(op, "hadamard", hadamard)
+    if stored.dim() < 2:
+        expected = "[..., tokens, channels]"
+        raise InvalidInput(message(op, "data", "has a wrong rank", expected, list(stored.shape)))
+    *outer, _, channels = stored.shape
+    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "descale": (descale, descale_shape(stored.shape, scale, block))
+    }
+    if mean is not None:
+        shapes["mean"] = (mean, (*outer, channels))
+    for arg, (x, shape) in shapes.items():
+        check_tensor(op, arg, x)
+        check_dtype(op, arg, x, (torch.float32,))
+        check_shape(op, arg, x, shape)
+        check_same_device(op, {"data": stored, arg: x})
+    return Quantized(stored.view(dtype), descale, scale, block, mean, hadamard)
+
+
+# It takes plain data, and checks all of it.
+torch.serialization.add_safe_globals([restored])
 
 
 def expanded_scales(

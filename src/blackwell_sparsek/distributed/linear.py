@@ -307,6 +307,11 @@ class ParallelBSRLinear(BSRLinear):
         self._refuse("to_linear")
         raise AssertionError
 
+    def to_fp8(self) -> BSRLinear:
+        """Refused: load the state dict of this layer into a plain `BSRLinear`, and round that."""
+        self._refuse("to_fp8")
+        raise AssertionError
+
     def keep_blocks_(self, entries: torch.Tensor) -> nn.Parameter:
         """Refused: prune the layer before it is split."""
         self._refuse("keep_blocks_")

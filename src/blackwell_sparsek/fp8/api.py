@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..calls.fp8 import SCALES, Quantized
+from ..calls.fp8 import BLOCKS, SCALES, Quantized
 from ..core.checks import (
     check_choice,
     check_derivatives,
@@ -20,7 +20,6 @@ from ..launch.replay import Cache, record, repeat
 from .op import fp8_quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_BLOCKS = (16, 32, 64, 128, 256)
 _WIDEST_ROTATION = 256
 # Scales of operands of products, which cut through the channels that a rotation mixes.
 _FOR_PRODUCTS = ("1x128", "128x128")
@@ -58,7 +57,8 @@ def quantize(
         Tokens that share a scale under `scale="block"`.
     smooth : bool
         Subtract the mean over the tokens from every token of a head, and return it. For keys this
-        changes all scores of a query by the same number, which softmax cancels.
+        changes all scores of a query by the same number, which softmax cancels. It is the sum of
+        the finite values divided by the number of all tokens: NaN and infinities count as zeros.
     hadamard : bool
         Multiply channels by the Hadamard matrix over sqrt(D), which spreads outliers over all
         channels. Products of queries and keys that are both rotated stay the same. D must be a
@@ -110,7 +110,7 @@ def _check(
     _check_values(op, x)
     check_choice(op, "scale", scale, SCALES)
     check_choice(op, "dtype", dtype, tuple(LARGEST))
-    check_choice(op, "block", block, _BLOCKS)
+    check_choice(op, "block", block, BLOCKS)
     flags = {"smooth": smooth, "hadamard": hadamard, "transposed": transposed}
     for arg, value in flags.items():
         check_flag(op, arg, value)

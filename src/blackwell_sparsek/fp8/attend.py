@@ -5,10 +5,10 @@ from typing import Any, Literal, overload
 import torch
 
 from ..attention.api import attention as attention_in
-from ..attention.inputs import DENSE, check_qkv, scale_or_default
+from ..attention.inputs import DENSE, autocast_qkv, check_qkv, scale_or_default
 from ..core.checks import check_choice, check_derivatives, check_dtype, message
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..masks.block_mask import BlockMask
 from .api import DTYPES, quantize
 
@@ -86,12 +86,19 @@ def attention(
 
     Queries and keys have a scale for every 128 tokens of a head, values one for every channel.
     Gradients are those of `bsk.attention` on the tensors as given, which a backward pass computes
-    again without fp8.
+    again without fp8. `torch.compile` breaks the graph at a call with gradients, so that
+    `fullgraph=True` fails for one.
+
+    A finite key or value that no query sees does not reach the output itself, but it has a part in
+    the scale that it shares with visible ones, and a key in the mean that is subtracted.
 
     Parameters
     ----------
-    q, k, v : fp16, bf16 or fp32, shapes as in `bsk.attention`
-    causal, window, block_mask, scale, softcap, sinks : as in `bsk.attention`
+    q, k, v : fp16, bf16 or fp32, one dtype, shapes as in `bsk.attention`
+        Under `torch.autocast` they are cast to its dtype.
+    causal, window, scale, softcap, sinks : as in `bsk.attention`
+    block_mask : BlockMask, optional
+        As in `bsk.attention`, but with 1 or Hq masks along the heads, not Hkv.
     smooth_k : bool, optional
         Subtract the mean over the tokens from the keys before rounding, which softmax cancels. It
         would not with softcap or sinks, where True is refused. By default wherever it is exact.
@@ -131,6 +138,8 @@ def attention(
     for arg, x in {"q": q, "k": k, "v": v}.items():
         check_derivatives(_OP, arg, x)
         check_dtype(_OP, arg, x, DTYPES)
+    # mixed dtypes could be rounded, but the backward pass has no attention for them
+    q, k, v = autocast_qkv(_OP, q, k, v)
     check_choice(_OP, "impl", impl, IMPLS)
     options = {"causal": causal, "window": window, "block_mask": block_mask, "scale": scale}
     options["softcap"] = softcap
@@ -210,14 +219,40 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        apply: Any = _Gradients.apply
         wanted = ctx.needs_input_grad[:4]
+        return (*apply(dout, *ctx.saved_tensors, ctx.options, wanted), None, None)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass, a function of its own so that a derivative of it raises."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+        wanted: tuple[bool, ...],
+    ) -> Any:
+        """Gradients of q, k, v and the sinks; None for those that are not wanted."""
         leaves: list[Any] = [
             x if x is None else x.detach().requires_grad_(needed)
-            for x, needed in zip(ctx.saved_tensors, wanted, strict=True)
+            for x, needed in zip((q, k, v, sinks), wanted, strict=True)
         ]
         q, k, v, sinks = leaves
         with torch.enable_grad():
-            out = attention_in(q, k, v, sinks=sinks, **ctx.options)
+            out = attention_in(q, k, v, sinks=sinks, **options)
         needed = [x for x, needed in zip(leaves, wanted, strict=True) if needed]
         made = iter(torch.autograd.grad(out, needed, dout))
-        return (*(next(made) if needed else None for needed in wanted), None, None)
+        return tuple(next(made) if needed else None for needed in wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refused, as by `bsk.attention`."""
+        raise Unsupported(
+            f"{_OP}: no backward of the backward; use torch's own attention for second derivatives"
+        )

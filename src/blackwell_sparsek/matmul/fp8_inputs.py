@@ -96,7 +96,9 @@ def _checked(
             check_shape(op, arg, extra, shape)
             check_dtype(op, arg, extra, OUT_DTYPES)
             check_same_device(op, {arg: extra, "the operands": x.data})
-    tensors = {"a": x.data, "b": sparse.storage, "bias": bias, "residual": residual}
+    operands = {"a": x.data, "a.descale": x.descale, "b": sparse.storage}
+    others = {"b.descale": sparse.stored_descale, "bias": bias, "residual": residual}
+    tensors: dict[str, torch.Tensor | None] = {**operands, **others}
     for arg, tensor in tensors.items():
         if needs_grad(tensor):
             expected = "torch.no_grad(), or the layer before to_fp8() for training"

@@ -160,7 +160,8 @@ density=0.25, bias=True, activation='gelu')
         """Make a layer with `matrix` (out_features, in_features) as its weight.
 
         Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged. A
-        matrix in fp8 makes a layer for inference, as `to_fp8` does; its bias keeps its dtype.
+        matrix in fp8 makes a layer for inference, as `to_fp8` does: its bias requires no gradient
+        and keeps its dtype, but for float64, which becomes float32.
 
         Raises
         ------
@@ -183,13 +184,18 @@ density=0.25, bias=True, activation='gelu')
         if bias is not None:
             check_tensor(op, "bias", bias)
             check_shape(op, "bias", bias, (matrix.shape[0],))
-            dtype = bias.dtype if matrix.descale is not None else matrix.dtype
+            dtype = matrix.dtype
+            if matrix.descale is not None:
+                # products in fp8 sum in float32 and take no wider bias
+                dtype = torch.float32 if bias.dtype == torch.float64 else bias.dtype
             bias = bias.detach().to(matrix.device, dtype, copy=True)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         values = matrix.data.detach().clone(memory_format=torch.contiguous_format)
         descale = None if matrix.descale is None else matrix.descale.detach().clone()
         layer._build(matrix.logical_pattern, values, bias, activation, impl, descale)
+        if descale is not None and layer.bias is not None:
+            layer.bias.requires_grad_(False)
         return layer
 
     def to_fp8(self) -> "BSRLinear":
@@ -199,6 +205,9 @@ density=0.25, bias=True, activation='gelu')
         channels of a token by a scale of their own, and multiplies in fp8; its outputs have the
         dtype of its inputs. It has no gradients: inputs that require one are refused. Moving it to
         another dtype, as with `model.half()`, leaves values and scales as they are.
+
+        A subclass makes one of itself, by its own `from_matrix`, as it does in `from_linear`;
+        attributes that it added are not copied.
 
         Examples
         --------
@@ -213,9 +222,7 @@ density=0.25, bias=True, activation='gelu')
         """
         with torch.no_grad():
             options = {"activation": self.activation, "impl": self.impl}
-            layer = BSRLinear.from_matrix(self.weight.to_fp8(), self.bias, **options)  # type: ignore[arg-type]
-        if layer.bias is not None:
-            layer.bias.requires_grad_(False)
+            layer = type(self).from_matrix(self.weight.to_fp8(), self.bias, **options)  # type: ignore[arg-type]
         return layer.train(self.training)
 
     @classmethod

@@ -54,10 +54,9 @@ def forward(call: Fp8AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     scales = (call.q_descale, call.k_descale, call.v_descale)
     tensors = (given.q, given.k, given.v)
     ends = (spec.cu_seqlens_q, spec.cu_seqlens_k, spec.cu_seqlens_k)
-    q, k, v = (
-        _meant(x, scale, end, by_channel=x is given.v)
-        for x, scale, end in zip(tensors, scales, ends, strict=True)
-    )
+    # by the role: keys and values may be one tensor
+    by_channel = (False, False, True)
+    q, k, v = map(_meant, tensors, scales, ends, by_channel)
     exact, lse = attention(q, k, v, spec)
     out, _ = call.empty_results()
     return out.copy_(exact), lse.float()

@@ -4,7 +4,9 @@ import json
 import pathlib
 
 import pytest
+import torch
 
+import blackwell_sparsek as bsk
 from blackwell_sparsek.bench.report import support
 from blackwell_sparsek.core.compat import LAUNCHER_TRITON, WARPS_TRITON
 from blackwell_sparsek.testing.compile_cases import ALL_ARCHS
@@ -32,6 +34,23 @@ def test_a_changed_limit_changes_it(monkeypatch):
     assert "8 to 120 in steps of 8" in page and "8 to 128" not in page
 
 
+def test_head_dims_that_are_refused_are_not_shown():
+    """Attention takes no more than 256, decoding the latent caches of 576 and 512 besides."""
+    page = support.support_page(RESULTS)
+    assert "above 256 |" not in page and "Head dims above 256 raise an error" in page
+    q = torch.randn(1, 1, 4, 257)
+    with pytest.raises(bsk.InvalidInput, match="q has an unsupported head dim"):
+        bsk.attention(q, q, q)
+    latent = [line for line in page.splitlines() if "head dims 576 and 512" in line]
+    assert latent[1] == (
+        "| bfloat16, head dims 576 and 512 | triton | triton | sm90 | triton | triton | eager |"
+    )
+    cache = torch.randn(1, 1, 8, 576)
+    options = {"cache_seqlens": torch.tensor([8], dtype=torch.int32)}
+    out = bsk.attention_decode(torch.randn(1, 2, 1, 576), cache, cache[..., :512], **options)
+    assert out.shape == (1, 2, 1, 512)
+
+
 def test_every_known_release_and_architecture_is_shown():
     assert set(support.TORCH_WITH) == set(LAUNCHER_TRITON) == set(WARPS_TRITON)
     assert list(support.releases()) == [*LAUNCHER_TRITON, (3, 10)]
@@ -56,7 +75,7 @@ def test_what_was_run_comes_from_all_results(tmp_path):
     [
         ([64], "64"),
         (list(range(1, 257)), "1 to 256"),
-        (list(range(257, 513)), "above 256"),
+        (list(range(257, 513)), "257 to 512"),
         (list(range(8, 129, 8)), "8 to 128 in steps of 8"),
         ([d for d in range(1, 257) if d > 128 or d % 8], "up to 256, except where listed"),
     ],

@@ -12,11 +12,13 @@ from unittest import mock
 
 import torch
 
+from ...attention.inputs import MAX_HEAD_DIM
 from ...attention.op import backward_dispatch, forward_dispatch
 from ...core import compat
 from ...core.arch import Arch
 from ...decode.op import decode_dispatch
-from ...decode.tuning import FP8
+from ...decode.portable_tuning import LARGEST_HEAD_DIM
+from ...decode.tuning import FP8, LATENT_DIMS
 from ...dispatch import dispatcher
 from ...dispatch.dispatcher import Dispatcher
 from ...matmul.choice import _slower_than_dense, _slower_than_triton, matmul_dispatch
@@ -74,36 +76,38 @@ def _chosen(dispatch: Dispatcher, problem: Any) -> str:
 
 # GPUs, dtypes and head dims.
 
-# The largest head dim that is asked for: none of the kernels goes as far.
-_LARGEST = 512
 # Of keys and of values, as in multi-head latent attention.
 _UNEQUAL = (192, 128)
 Ask = Callable[[Arch, int, int], str]
 
 
-def by_gpu(asks: dict[str, Ask]) -> str:
-    """A table of the implementations on each GPU, by the names of `asks` and by head dim."""
+def by_gpu(asks: dict[str, Ask], largest: int, *further: tuple[int, int]) -> str:
+    """A table of the implementations on each GPU, by the names of `asks` and by head dim.
+
+    `largest` is the largest head dim that the function takes; `further` are more head dims of keys
+    and of values that are not alike.
+    """
     archs = (*GPUS.values(), CPU)
     rows = []
     for name, ask in asks.items():
         alike: dict[tuple[str, ...], list[int]] = {}
-        for dim in range(1, _LARGEST + 1):
+        for dim in range(1, largest + 1):
             alike.setdefault(tuple(ask(arch, dim, dim) for arch in archs), []).append(dim)
         rows += [
             [f"{name}, head dim {dims_in_words(dims)}", *cells] for cells, dims in alike.items()
         ]
-        d, dv = _UNEQUAL
-        rows.append([f"{name}, head dims {d} and {dv}", *(ask(arch, d, dv) for arch in archs)])
+        for d, dv in (_UNEQUAL, *further):
+            rows.append([f"{name}, head dims {d} and {dv}", *(ask(arch, d, dv) for arch in archs)])
     return table(["", *map(str, GPUS.values()), "CPU"], rows)
 
 
 def dims_in_words(dims: list[int]) -> str:
-    """Name ascending head dims of 1 to 512.
+    """Name ascending head dims.
 
     Examples
     --------
     >>> dims_in_words([64, 128]), dims_in_words([8, 16, 24]), dims_in_words([510, 511, 512])
-    ('64, 128', '8 to 24 in steps of 8', 'above 509')
+    ('64, 128', '8 to 24 in steps of 8', '510 to 512')
     >>> dims_in_words([1, 2, 3, 4, 6])
     'up to 6, except where listed'
     """
@@ -111,7 +115,7 @@ def dims_in_words(dims: list[int]) -> str:
     if len(dims) < 3:
         return ", ".join(map(str, dims))
     if dims == list(range(first, last + 1)):
-        return f"above {first - 1}" if last == _LARGEST else f"{first} to {last}"
+        return f"{first} to {last}"
     if dims == list(range(first, last + 1, 8)):
         return f"{first} to {last} in steps of 8"
     return f"up to {last}, except where listed"
@@ -131,7 +135,10 @@ def _attention_asks(dispatch: Dispatcher, backward: bool) -> dict[str, Ask]:
 def _decode_asks() -> dict[str, Ask]:
     def asks(dtype: torch.dtype, cache: torch.dtype) -> Ask:
         def ask(arch: Arch, d: int, dv: int) -> str:
-            sizes = {"head_dim": d, "head_dim_v": dv, "dtype": dtype, "cache_dtype": cache}
+            sizes: dict[str, Any] = {"head_dim": d, "head_dim_v": dv}
+            sizes |= {"dtype": dtype, "cache_dtype": cache}
+            if (d, dv) == LATENT_DIMS:
+                sizes |= {"latent": True, "heads_q": 128, "heads_kv": 1}
             return _chosen(decode_dispatch, decode_problem(arch, **sizes))
 
         return ask
@@ -287,6 +294,10 @@ _RUN = """All GPU tests and all figures come from {timed}. The tests also compil
 kernels for {compiled}, compile the Hopper kernels for sm_90, and run the portable kernels in
 Triton's interpreter on a CPU. **Nothing has been run on {never}**; the tiles chosen for these GPUs
 are estimates. The committed results were measured with:"""
+_ATTENTION = """Forward. Head dims above {largest} raise an error. Where there are two head dims,
+they are those of keys and of values:"""
+_DECODING = """Decoding from a KV cache, with head dims of up to {largest}. Head dims {latent[0]}
+and {latent[1]} are those of a latent cache (MLA), whose values are a view of its keys:"""
 _PRODUCTS = """These tables are for x @ W.T, with W [8192, 8192] and 22 % of its blocks stored, on
 Hopper and on Ampere, which stands for the other GPUs:"""
 _RELEASES = """This table shows whether each family of kernels runs on Hopper. Where the Hopper
@@ -306,9 +317,10 @@ def support_page(folder: pathlib.Path) -> str:
     oldest = ".".join(map(str, compat.MIN_TRITON))
     never = [sm for sm in ALL_ARCHS if sm not in TIMED]
     with as_if(max(TORCH_WITH)):
-        forward = by_gpu(_attention_asks(forward_dispatch, backward=False))
-        backward = by_gpu(_attention_asks(backward_dispatch, backward=True))
-        decoding, features = by_gpu(_decode_asks()), feature_table()
+        forward = by_gpu(_attention_asks(forward_dispatch, backward=False), MAX_HEAD_DIM)
+        backward = by_gpu(_attention_asks(backward_dispatch, backward=True), MAX_HEAD_DIM)
+        decoding = by_gpu(_decode_asks(), LARGEST_HEAD_DIM, LATENT_DIMS)
+        features = feature_table()
         products = [
             product_table(arch, dtype)
             for arch in (HOPPER, GPUS[80])
@@ -320,11 +332,11 @@ def support_page(folder: pathlib.Path) -> str:
         _RUN.format(timed=_listed(TIMED), compiled=_listed(ALL_ARCHS), never=_listed(never)),
         "\n".join(f"- {machine}" for machine in ran_on(folder)),
         "## Attention by GPU, dtype and head dim",
-        "Forward. Where there are two head dims, they are those of keys and of values:",
+        _ATTENTION.format(largest=MAX_HEAD_DIM),
         forward,
         "Backward:",
         backward,
-        "Decoding from a KV cache:",
+        _DECODING.format(largest=LARGEST_HEAD_DIM, latent=LATENT_DIMS),
         decoding,
         "## Attention by option",
         features,
