@@ -1,27 +1,22 @@
-"""The functions of flash-attn, computed by this package: change an import, keep the calls.
-
-    from blackwell_sparsek.integrations.flash_attn import flash_attn_func
-
-Positional arguments are those of flash-attn 2; keywords of flash-attn 2, 3 and 4 are taken, each of
-them honoured or refused by name (`Unsupported`). Layouts are flash-attn's: [B, S, H, D], packed
-[T, H, D], pages [pages, page_size, Hkv, D]. So is alignment: the last query sits at the last key.
-`num_splits`, `pack_gqa` and `sm_margin` tune kernels of flash-attn and have no effect on results;
-they are accepted and not used.
-"""
+"""The functions of flash-attn: their arguments, and which call of this package they are."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..attention.api import attention
-from ..core.checks import check_rank, check_tensor, message
-from ..core.errors import InvalidInput, Unsupported
-from ..kv_cache.append import kv_append
-from ..kv_cache.slots import Rotary, rotated
-from ..ragged.api import attention_varlen
-
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+from ...attention.api import attention
+from ...core.checks import check_rank, check_tensor, message
+from ...core.errors import InvalidInput, Unsupported
+from ...kv_cache.slots import rotated
+from ...ragged.api import attention_varlen
+from .append import (
+    append_new,
+    head_scale,
+    places_alike,
+    places_packed,
+    rows_of_table,
+)
 
 DENSE = "[B, S, H, D]"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
@@ -528,7 +523,7 @@ def flash_attn_with_kvcache(
     lengths = _lengths(op, cache_seqlens, batch, q.device, k_cache, pages, k)
     window = _window(op, window_size)
     if pages is not None and cache_batch_idx is not None:
-        pages, cache_batch_idx = _rows(pages, cache_batch_idx), None
+        pages, cache_batch_idx = rows_of_table(pages, cache_batch_idx), None
     if cu_seqlens_q is not None and max_seqlen_q is not None:
         queries, offsets, longest = q, cu_seqlens_q, max_seqlen_q
     else:
@@ -543,22 +538,36 @@ def flash_attn_with_kvcache(
         for arg, x in (("k", k), ("v", v)):
             check_tensor(op, arg, x)
             check_rank(op, arg, x, DENSE if cu_seqlens_k_new is None else "[T, Hkv, D]")
-        starts = cu_seqlens_k_new
-        if starts is None:
-            starts = _every(batch, k.shape[1], k.device)
+        if cu_seqlens_k_new is None:
+            new_tokens = places_alike(batch, k.shape[1], k.device)
+            added: int | torch.Tensor = k.shape[1]
             k, v = k.flatten(0, 1), v.flatten(0, 1)
+        else:
+            new_tokens = places_packed(cu_seqlens_k_new, k.shape[0])
+            added = cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1]
         same = not ragged and cu_seqlens_k_new is None and k.shape[0] == queries.shape[0]
-        queries = _append(
+        turned = append_new(
             op,
             (queries, k_cache, v_cache, k, v),
-            (offsets, starts, lengths, rotary_seqlens),
+            (new_tokens, lengths, rotary_seqlens),
             (rotary_cos, rotary_sin, rotary_interleaved),
             (pages, cache_batch_idx),
             (k_descale, v_descale),
-            moving=causal or window is not None,
-            same=same,
+            fused=same and (causal or window is not None),
         )
-        lengths = lengths + starts[1:] - starts[:-1]
+        if turned is None and rotary_cos is not None and rotary_sin is not None:
+            places = (
+                places_packed(offsets, queries.shape[0])
+                if ragged
+                else places_alike(batch, longest, q.device)
+            )
+            first = lengths if rotary_seqlens is None else rotary_seqlens
+            # queries that see all keys have no order, and all are at the first position
+            moving = causal or window is not None
+            at = first.long()[places.sequence] + (places.ordinal if moving else 0)
+            turned = rotated(queries, rotary_cos, rotary_sin, at, rotary_interleaved)
+        queries = queries if turned is None else turned
+        lengths = lengths + added
     paged = pages is not None
     out, lse = attention_varlen(
         queries,
@@ -577,8 +586,8 @@ def flash_attn_with_kvcache(
         softcap=softcap or None,
         sinks=learnable_sink,
         alibi_slopes=alibi_slopes,
-        k_scale=_descale(op, "k_descale", k_descale),
-        v_scale=_descale(op, "v_descale", v_descale),
+        k_scale=head_scale(op, "k_descale", k_descale),
+        v_scale=head_scale(op, "v_descale", v_descale),
         return_lse=True,
     )
     if not ragged:
@@ -601,18 +610,6 @@ def _descales(op: str, q: torch.Tensor, *factors: torch.Tensor | None) -> dict[s
     return given
 
 
-def _descale(op: str, arg: str, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """flash-attn 3 has a factor for each sequence and head; here each head has one."""
-    if scale is not None and scale.dim() > 1:
-        if scale.shape[0] != 1:
-            raise Unsupported(
-                f"{op}: {arg} per sequence is not supported; pass one element or [Hkv], got "
-                f"{list(scale.shape)}"
-            )
-        return scale[0]
-    return scale
-
-
 def _lengths(
     op: str,
     given: int | torch.Tensor | None,
@@ -630,92 +627,3 @@ def _lengths(
             raise InvalidInput(message(op, "cache_seqlens", "is missing", expected, None))
         given = k_cache.shape[1] if pages is None else pages.shape[1] * k_cache.shape[1]
     return torch.full((batch,), given, dtype=torch.int32, device=device)
-
-
-def _rows(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a page table; one that does not exist has no pages."""
-    exists = (rows >= 0) & (rows < pages.shape[0])
-    return torch.where(exists[:, None], pages[torch.where(exists, rows, 0).long()], -1)
-
-
-class _Places(NamedTuple):
-    """Of packed tokens: the sequence, which of its tokens each is, whether there is a sequence."""
-
-    sequence: torch.Tensor
-    ordinal: torch.Tensor
-    exists: torch.Tensor
-
-
-def _places(offsets: torch.Tensor, tokens: int) -> _Places:
-    token = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
-    exists = sequence < offsets.numel() - 1
-    sequence = torch.where(exists, sequence, 0)
-    return _Places(sequence, token.long() - offsets.long()[sequence], exists)
-
-
-def _append(
-    op: str,
-    tensors: tuple[torch.Tensor, ...],
-    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    rotary: tuple[torch.Tensor | None, torch.Tensor | None, bool],
-    tables: tuple[torch.Tensor | None, torch.Tensor | None],
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    *,
-    moving: bool,
-    same: bool,
-) -> torch.Tensor:
-    """Write packed k and v behind what the cache holds, rotated if asked; return q rotated too.
-
-    `numbers` are offsets of q and of k, the lengths of the cache, and those for the rotation.
-    `moving`: queries sit at consecutive positions, otherwise all at the first. `same`: q and k have
-    the same offsets.
-    """
-    q, k_cache, v_cache, k, v = tensors
-    of_q, of_k, lengths, rotary_lengths = numbers
-    cos, sin, interleaved = rotary
-    pages, rows = tables
-    if (cos is None) != (sin is None):
-        missing = "rotary_cos" if cos is None else "rotary_sin"
-        expected = "both of rotary_cos and rotary_sin"
-        raise InvalidInput(message(op, missing, "is missing", expected, None))
-    if rotary_lengths is None:
-        rotary_lengths = lengths
-    new = _places(of_k, k.shape[0])
-    slot = lengths.long()[new.sequence] + new.ordinal
-    size = k_cache.shape[1]
-    if pages is not None:
-        ordinal = (slot // size).clamp(0, pages.shape[1] - 1)
-        page = pages.long()[new.sequence, ordinal]
-        room = slot < pages.shape[1] * size
-    else:
-        page, room = new.sequence if rows is None else rows.long()[new.sequence], slot < size
-    # a slot that is not there is refused, on a GPU not written; -1 skips a token of no sequence
-    missing_slot = k_cache.shape[0] * size
-    there = room & (slot >= 0) & (page >= 0) & (page < k_cache.shape[0])
-    slots = torch.where(there, page * size + slot % size, missing_slot)
-    slots = torch.where(new.exists, slots, -1)
-    k_scale, v_scale = (
-        _descale(op, arg, x) for arg, x in zip(("k_descale", "v_descale"), scales, strict=True)
-    )
-    how = None if cos is None or sin is None else Rotary(cos, sin, interleaved)
-    positions = rotary_lengths.long()[new.sequence] + new.ordinal
-    turned = kv_append(
-        k_cache,
-        v_cache,
-        k,
-        v,
-        slot_mapping=slots,
-        rotary=how,
-        positions=None if how is None else positions,
-        q=q if how is not None and moving and same and q.dtype == k.dtype else None,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    if turned is not None:
-        return turned
-    if how is None:
-        return q
-    queries = _places(of_q, q.shape[0])
-    at = rotary_lengths.long()[queries.sequence] + (queries.ordinal if moving else 0)
-    return rotated(q, how.cos, how.sin, at, interleaved)
