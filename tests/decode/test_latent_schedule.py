@@ -75,7 +75,9 @@ def splits_of(monkeypatch):
         place.program, place.programs, place.lengths, place.found = program, programs, lengths, []
         keys = SimpleNamespace(batch=len(lengths), q_len=1, num_blocks=0, capacity=max(lengths))
         heads = SimpleNamespace(kv=1, group=q_tiles * config.ROWS)
-        shared = SimpleNamespace(keys=keys, first_length=lengths[0], heads=heads, splits=None)
+        shared = SimpleNamespace(
+            keys=keys, first_length=lengths[0], heads=heads, splits=None, places_ptr=None
+        )
         produce = SimpleNamespace(list_ptr=None, page_table_ptr=None, num_pages=0)
         produce.num_splits = programs // (len(lengths) * q_tiles)
         sm90_producer.produce_tiles.fn(produce, shared, config)
