@@ -3,10 +3,10 @@
 `python -m tests.peers.flash_attention CHECKOUT [--version 2] [--sample 500]`, where CHECKOUT is a
 clone of github.com/Dao-AILab/flash-attention; needs einops. Its tests import `flash_attn` (2) or
 `flash_attn_interface` (3): here these names are modules that hand over to
-`blackwell_sparsek.integrations.flash_attn`. All of them would be hundreds of thousands of tests,
-so a sample is drawn. A test that calls something the front end refuses by name counts as refused,
-with the message; everything else must pass. Without a GPU the tests run on the CPU, slowly:
-`--longest 128` keeps to short sequences.
+`blackwell_sparsek.integrations.flash_attn`. They are too many to run all, so a sample is drawn. A
+test that calls something the front end refuses by name counts as refused, with the message;
+everything else must pass. Without a GPU the tests run on the CPU, slowly: `--longest 128` keeps to
+short sequences.
 """
 
 import argparse

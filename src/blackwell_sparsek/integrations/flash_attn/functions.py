@@ -84,6 +84,18 @@ def _attached(
     return attached
 
 
+def _pages(
+    op: str, block_table: torch.Tensor | None, page_table: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The page table under the name of flash-attn 2 or 3."""
+    if block_table is not None and page_table is not None:
+        expected = "one of the two names"
+        raise InvalidInput(
+            message(op, "block_table/page_table", "are both given", expected, "both")
+        )
+    return block_table if page_table is None else page_table
+
+
 def _returned(out: torch.Tensor, lse: torch.Tensor, probs: bool, with_lse: bool) -> Result:
     if probs:
         return out, lse, None
@@ -278,8 +290,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention within packed sequences; see `flash_attn_func` for the options.
 
-    Gradients as in `bsk.attention_varlen`: with pages, `seqused_q`, `seqused_k`, `attention_chunk`
-    or `out` a backward raises.
+    Gradients as in `bsk.attention_varlen`: with pages, `seqused_q`, `seqused_k` or
+    `attention_chunk` a backward raises, and with `out` the call does.
 
     Parameters
     ----------
@@ -336,12 +348,7 @@ def flash_attn_varlen_func(
         aux_scalars=aux_scalars,
         gather_kv_indices=gather_kv_indices,
     )
-    if block_table is not None and page_table is not None:
-        expected = "one of the two names"
-        raise InvalidInput(
-            message(op, "block_table/page_table", "are both given", expected, "both")
-        )
-    pages = block_table if page_table is None else page_table
+    pages = _pages(op, block_table, page_table)
     cache_seqlens = None
     if pages is not None:
         if seqused_k is None and cu_seqlens_k is None:
@@ -385,15 +392,15 @@ def flash_attn_varlen_func(
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
         "attention_chunk": attention_chunk or None,
-        "out": out,
     }
     named = [name for name, value in without.items() if value is not None]
-    if named:
+    # a result in `out` cannot be attached: `attention_varlen` refuses inputs that want gradients
+    if named and out is None:
         result, lse = _attached(f"{op}: {named[0]} has no gradient", packed, q, k, v)
     else:
         result, lse = packed()
     with_lse = return_softmax_lse or return_lse
-    return _returned(result if out is None else out, lse, return_attn_probs, with_lse)
+    return _returned(result, lse, return_attn_probs, with_lse)
 
 
 def flash_attn_with_kvcache(
@@ -502,12 +509,7 @@ def flash_attn_with_kvcache(
             f"{op}: attention_chunk does not go with cache_leftpad, from which flash-attn counts "
             "chunks; bsk.attention_varlen(chunk=, leftpad_k=) counts them from slot 0"
         )
-    if block_table is not None and page_table is not None:
-        expected = "one of the two names"
-        raise InvalidInput(
-            message(op, "block_table/page_table", "are both given", expected, "both")
-        )
-    pages = block_table if page_table is None else page_table
+    pages = _pages(op, block_table, page_table)
     for arg, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(op, arg, x)
     ragged = cu_seqlens_q is not None
@@ -546,6 +548,8 @@ def flash_attn_with_kvcache(
             new_tokens = places_packed(cu_seqlens_k_new, k.shape[0])
             added = cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1]
         same = not ragged and cu_seqlens_k_new is None and k.shape[0] == queries.shape[0]
+        # queries that see all keys have no order, and all are at the first position
+        moving = causal or window is not None
         turned = append_new(
             op,
             (queries, k_cache, v_cache, k, v),
@@ -553,7 +557,7 @@ def flash_attn_with_kvcache(
             (rotary_cos, rotary_sin, rotary_interleaved),
             (pages, cache_batch_idx),
             (k_descale, v_descale),
-            fused=same and (causal or window is not None),
+            fused=same and moving,
         )
         if turned is None and rotary_cos is not None and rotary_sin is not None:
             places = (
@@ -562,8 +566,6 @@ def flash_attn_with_kvcache(
                 else places_alike(batch, longest, q.device)
             )
             first = lengths if rotary_seqlens is None else rotary_seqlens
-            # queries that see all keys have no order, and all are at the first position
-            moving = causal or window is not None
             at = first.long()[places.sequence] + (places.ordinal if moving else 0)
             turned = rotated(queries, rotary_cos, rotary_sin, at, rotary_interleaved)
         queries = queries if turned is None else turned
