@@ -45,6 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.compat import async_atomic_add, async_store, placed, reinterpret
@@ -589,6 +590,8 @@ def _attn_bwd_sm90_kernel(
     share of the query heads. `cu_seqlens` and `head_rows` are as in `Shared`, or None if sequences
     are not packed.
     """
+    # PDL: postprocess may start wherever there is room; it waits for this kernel to end
+    gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     ds_stages: gl.constexpr = CFG.DS_STAGES
     tile_m: gl.constexpr = CFG.TILE_M

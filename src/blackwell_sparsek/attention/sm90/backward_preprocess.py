@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.backprop import shift_of_rows
 from ...device.records import Strides
@@ -101,11 +102,15 @@ def _attn_bwd_preprocess_kernel(
     TILE_DV: tl.constexpr,
     ZEROED: tl.constexpr,
     PADDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head), which has `padded`.
 
-    Of packed sequences, rows of one head; `q_len` is then the number of all queries.
+    Of packed sequences, rows of one head; `q_len` is then the number of all queries. PDL: the next
+    kernel may start at once; it waits before it reads these rows.
     """
+    if PDL:
+        gdc_launch_dependents()
     q_tiles = padded // TILE_M
     tile = _from_the_end()
     batch_head = tile // q_tiles
@@ -163,8 +168,14 @@ def _attn_bwd_postprocess_kernel(
     TILE_D: tl.constexpr,
     SLICE_D: tl.constexpr,
     PADDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head) of dq, as above."""
+    """Rows [tile * TILE_M, (tile + 1) * TILE_M) of one (batch, head) of dq, as above.
+
+    PDL: this kernel starts before the sums are complete, and waits for them.
+    """
+    if PDL:
+        gdc_wait()
     q_tiles = padded // TILE_M
     tile = _from_the_end()
     batch_head = tile // q_tiles
@@ -248,13 +259,15 @@ def launch_attn_bwd_preprocess(
     dlse: torch.Tensor | None,
     key_sums: KeySums | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Fill lse_log2, delta fp32 [B * H, rows]; zero sums fp32 [B * H, rows, D] or semaphores.
 
     Rows are the queries padded to a multiple of 64; semaphores are int32 [B * H, rows / 64, 2].
     With semaphores, sums stay as they are; without sums there are none. `key_sums` are zeroed. The
     others are as for `launch_attn_delta`. Of packed sequences, with their offsets `cu_seqlens`, a
-    head has `schedule.packed_rows`, and B is 1.
+    head has `schedule.packed_rows`, and B is 1. `pdl`: the next launch may start early.
     """
     k_sums, v_sums = (None, None) if key_sums is None else key_sums
     chunks = (0 if x is None else x.numel() // ZEROED for x in (k_sums, v_sums))
@@ -287,6 +300,7 @@ def launch_attn_bwd_preprocess(
         triton.next_power_of_2(out.shape[-1]),
         ZEROED,
         ROW_PADDING,
+        pdl,
     )
     launch(_attn_bwd_preprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)
 
@@ -298,19 +312,22 @@ def launch_attn_bwd_postprocess(
     block_q: int,
     scale: float,
     cu_seqlens: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Fill dq [B, H, S, D], any strides, from sums fp32 [B * H, rows, tile of D], rows as above.
 
     Each [64, 64] of the sums is in the order of `backward.in_register_order`. Where `semaphores`
     are given, those of a block of `block_q` queries are those of its first 64 rows; sums of blocks
-    where they are 0 are not read. With `cu_seqlens`, dq is [T, H, D].
+    where they are 0 are not read. With `cu_seqlens`, dq is [T, H, D]. `pdl`: start early.
     """
     batch_heads, padded, tile_d = sums.shape
     sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     sizes = (dq.shape[-2 if cu_seqlens is None else 0], padded, dq.shape[1], sequences)
-    constants = (dq.shape[-1], block_q, ROW_TILE, tile_d, slice_width(tile_d), ROW_PADDING)
+    constants = (dq.shape[-1], block_q, ROW_TILE, tile_d, slice_width(tile_d), ROW_PADDING, pdl)
     args = (dq, sums, semaphores, cu_seqlens, token_strides(dq), *sizes, scale, *constants)
-    launch(_attn_bwd_postprocess_kernel, batch_heads * (padded // ROW_TILE), args, num_warps=4)
+    options = {"num_warps": 4} | ({"launch_pdl": True} if pdl else {})
+    launch(_attn_bwd_postprocess_kernel, batch_heads * (padded // ROW_TILE), args, **options)
 
 
 def launch_attn_bwd_round_keys(

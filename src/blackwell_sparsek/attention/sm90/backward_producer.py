@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from ...device.gluon.compat import async_load
 from ...device.gluon.pipeline import publish, tile_at, tile_place
@@ -376,6 +377,9 @@ def _produce_tile(descs, order, shared, tile, done, CFG: gl.constexpr):
 @gluon.jit
 def produce_steps(descs, order, shared, CFG: gl.constexpr):
     """Take work tiles, publish them and keep the rings full."""
+    # PDL: preprocess writes lse and delta and zeroes the sums. The other warps touch the sums only
+    # after the first copies have arrived.
+    gdc_wait()
     heads = shared.heads
     order_ptr, num_batch_heads = order.order, order.num_batch_heads
     kv_heads = heads.q // heads.group_size

@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...device.backprop import probabilities
 from ...device.gluon.compat import async_store, placed, thread_barrier
@@ -548,6 +549,8 @@ def _attn_bwd_wide_sm90_kernel(
     `cu_seqlens` and `head_rows` are as in `Shared`, or None if sequences are not packed. With
     `CFG.ONE_WAY` there are no sums.
     """
+    # PDL: postprocess may start wherever there is room; it waits for this kernel to end
+    gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     registers: gl.constexpr = CFG.CONSUMER_REGISTERS
     producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS

@@ -252,22 +252,26 @@ def launch_attn_bwd_sm90(
         shape = (heads, padded_rows(kv_len))
         widths = (config.TILE_D, config.TILE_DV)
         key_sums = KeySums(*(scratch((*shape, x), torch.float32, q.device) for x in widths))
+    sms, planned = arch_of(q.device).num_sms, visits is not None
+    schedule = backward_schedule(config, sms, kv_batch_heads, kv_len)
+    if packed:
+        schedule = packed_backward_schedule(config, sms, batch, k.shape[1], k.shape[0])
+    if planned:
+        schedule = BackwardSchedule(sms, counted=False)
+    early = not planned
     with on_device_of(q):
+        # PDL: kernels start before the one in front has ended. The counter is zeroed before all
+        # launches: a memset between two of them would keep the second from starting early.
+        counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
         launch_attn_bwd_preprocess(
             *(lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse),
             # ordered, they are stored and not added to
             None if config.ORDERED else key_sums,
             spec.cu_seqlens_q,
+            pdl=early,
         )
         row_block = config.row_block()
         rows = tuple(tensor_descriptor(x, row_block) for x in (lse_log2, delta))
-        sms, planned = arch_of(q.device).num_sms, visits is not None
-        schedule = backward_schedule(config, sms, kv_batch_heads, kv_len)
-        if packed:
-            schedule = packed_backward_schedule(config, sms, batch, k.shape[1], k.shape[0])
-        if planned:
-            schedule = BackwardSchedule(sms, counted=False)
-        counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
         kernel: Any = _attn_bwd_sm90_kernel
         sums_arg: Any = sums
         if config.SHARED_KEYS:
@@ -307,11 +311,13 @@ def launch_attn_bwd_sm90(
         options |= hopper_options()
         # planned programs wait for each other: all of them have to be resident
         options["launch_cooperative_grid"] = planned
+        options["launch_pdl"] = early
         launch(kernel, schedule.programs, args, **options)
         if dq is not None:
             block_q = max(config.BLOCK_Q, ROW_TILE)
             launch_attn_bwd_postprocess(
-                dq, sums, semaphores, block_q, float(spec.scale), spec.cu_seqlens_q
+                *(dq, sums, semaphores, block_q, float(spec.scale), spec.cu_seqlens_q),
+                pdl=early,
             )
         if key_sums is not None:
             launch_attn_bwd_round_keys(dk, dv, key_sums, float(spec.scale))
