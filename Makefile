@@ -42,6 +42,7 @@ compile-releases: $(VENV)/.installed-test  ## a kernel of each kind for sm_90 wi
 pages: $(VENV)/.installed  ## write figures, plots and support tables from benchmarks/results into README.md and docs/
 	$(BIN)/python -m blackwell_sparsek.bench.report.pages
 	$(BIN)/python benchmarks/context_parallel_model.py --write
+	$(BIN)/python benchmarks/fp8_accuracy.py --write
 
 fuzz: $(VENV)/.installed-test  ## ten minutes of random calls against a second oracle, without a GPU
 	TRITON_INTERPRET=1 $(BIN)/python -m blackwell_sparsek.testing.fuzz --device cpu \

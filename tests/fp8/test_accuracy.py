@@ -1,5 +1,6 @@
 """The accuracy that docs/numerics.md tells."""
 
+import importlib.util
 import pathlib
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from blackwell_sparsek.testing import fp8_accuracy
 from blackwell_sparsek.testing.fp8_accuracy import INPUTS, SCHEMES, error
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "numerics.md"
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "numerics.md"
 
 
 def errors(inputs):
@@ -29,6 +31,15 @@ def test_rotation_helps_scattered_outliers_and_harms_large_channels():
     assert found["... and rotated"] < found["one scale for a tensor"]
     found = errors("swinging channels")
     assert found["... and rotated"] > found["128 tokens, values by channel"]
+
+
+def test_the_page_has_what_was_measured_on_a_gpu():
+    path = ROOT / "benchmarks" / "fp8_accuracy.py"
+    spec = importlib.util.spec_from_file_location("measured_accuracy", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    # after a change: python benchmarks/fp8_accuracy.py --write
+    assert f"{script.BEGIN}\n{script.table()}\n{script.END}" in PAGE.read_text()
 
 
 @pytest.mark.exhaustive
