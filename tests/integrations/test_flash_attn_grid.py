@@ -150,7 +150,8 @@ def check_kvcache(dim, heads, lengths, dtype, device, rng, page_size):
     q = normal(BATCH, sq, HEADS, dim, seed=11, dtype=dtype, device=device)
     fresh = [normal(BATCH, new, kv, dim, seed=12 + i, dtype=dtype, device=device) for i in (0, 1)]
     room = capacity - (new if append else 0)
-    held = torch.tensor([rng.randrange(1, room + 1) for _ in range(BATCH)], device=device).int()
+    held = torch.tensor([rng.randrange(not append, room + 1) for _ in range(BATCH)])
+    held = held.int().to(device)
     options = {"cache_seqlens": held, "causal": causal}
     queries, keys_now, first = q, held, None
     if append:
@@ -162,15 +163,14 @@ def check_kvcache(dim, heads, lengths, dtype, device, rng, page_size):
     stored = fresh[0]
     if append and rng.random() < 0.6:
         half = max(8, rng.choice([dim // 4, dim // 2]) // 8 * 8 // 2)
-        angle = normal(capacity, half, seed=14, device=device)
+        angle = normal(capacity + sq, half, seed=14, device=device)
         cos, sin = (f(angle).to(dtype) for f in (torch.cos, torch.sin))
         interleaved = rng.random() < 0.5
         options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
         at = held.long()[:, None] + torch.arange(new, device=device)
         stored = rotate(stored, cos, sin, at, interleaved)
         steps = torch.arange(sq, device=device) * int(causal)
-        at_q = (held.long()[:, None] + steps).clamp(max=capacity - 1)
-        queries = rotate(q, cos, sin, at_q, interleaved)
+        queries = rotate(q, cos, sin, held.long()[:, None] + steps, interleaved)
     full_k, full_v = k.clone(), v.clone()
     if append:
         for b, n in enumerate(held.tolist()):

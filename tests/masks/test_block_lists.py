@@ -39,6 +39,19 @@ def test_transposing_twice_is_nothing():
     assert all(map(torch.equal, again, lists))
 
 
+def test_transposing_leaves_spare_entries_out():
+    """Kernels list blocks in memory that is long enough for all; what is behind them is unset."""
+    rows, cols = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 2, 2, 0, 2])
+    lists = lists_from_blocks(rows, cols, torch.tensor([-1, 4, -1, 9, 6]), 3, 3)
+    unset = torch.tensor([-(2**31), 0, 1, 2**31 - 1]).int()
+    spare = lists._replace(
+        indices=torch.cat([lists.indices, unset]), bits_id=torch.cat([lists.bits_id, unset.flip(0)])
+    )
+    assert spare.row_indices().tolist() == [0, 0, 1, 2, 2, 3, 3, 3, 3]
+    made, expected = transpose_lists(spare, 1, 3, 3), transpose_lists(lists, 1, 3, 3)
+    assert all(torch.equal(a[: b.numel()], b) for a, b in zip(made, expected, strict=True))
+
+
 def test_no_rows_and_no_columns():
     nothing = torch.empty(0, dtype=torch.int64)
     lists = lists_from_blocks(nothing, nothing, nothing, 0, 0)

@@ -141,6 +141,17 @@ def test_columns_of_lists_with_spare_entries(by_kernels, device):
     assert torch.equal(made.cpu(), expected)
 
 
+def test_trimmed_lists_stay_where_they_are(by_kernels, device):
+    """A CUDA graph that was captured before has their addresses."""
+    keep = kept((1, 2, 9, 9), seed=5)
+    mask = by_kernels(BlockMask.from_dense, keep.to(device), 16)
+    listed = [*mask._listed, *by_kernels(lambda: mask._listed_transposed)]
+    assert all(x.numel() > keep.sum() for x in (listed[2], listed[6]))
+    trimmed = [*mask.forward, *mask.transposed]
+    assert all(x.numel() == keep.sum() for x in (trimmed[2], trimmed[6]))
+    assert [x.data_ptr() for x in trimmed] == [x.data_ptr() for x in listed]
+
+
 def test_large_masks_are_left_to_torch(monkeypatch, by_kernels, device):
     monkeypatch.setattr(block_mask, "MAX_LISTED_BLOCKS", 20)
     keep = kept((1, 1, 5, 5))

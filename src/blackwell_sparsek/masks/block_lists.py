@@ -29,20 +29,21 @@ class BlockLists(NamedTuple):
     bits_id: torch.Tensor
 
     def row_indices(self) -> torch.Tensor:
-        """Row of each entry, int64 `[nnz]`; does not wait for the device."""
-        rows = torch.arange(self.partial_end.numel(), device=self.indptr.device)
-        counts = self.indptr[1:] - self.indptr[:-1]
-        return torch.repeat_interleave(rows, counts, output_size=self.indices.numel())
+        """Row of each entry, int64 `[nnz]`; the number of rows for one that no row owns.
+
+        Does not wait for the device.
+        """
+        entry = torch.arange(self.indices.numel(), dtype=torch.int32, device=self.indptr.device)
+        return torch.searchsorted(self.indptr[1:].contiguous(), entry, right=True)
 
 
 def entries_listed(lists: BlockLists) -> BlockLists:
-    """The same lists without spare entries, which no row owns. Waits for the device."""
+    """The same lists without spare entries, which no row owns. Waits for the device.
+
+    They stay where they are: CUDA graphs and recorded launches may have their addresses.
+    """
     count = int(lists.indptr[-1])
-    if count == lists.indices.numel():
-        return lists
-    return lists._replace(
-        indices=lists.indices[:count].clone(), bits_id=lists.bits_id[:count].clone()
-    )
+    return lists._replace(indices=lists.indices[:count], bits_id=lists.bits_id[:count])
 
 
 def check_entry_count(count: int) -> None:
@@ -78,13 +79,17 @@ def lists_from_sorted(
 
 @usable_in_training
 def transpose_lists(lists: BlockLists, masks: int, mb: int, nb: int) -> BlockLists:
-    """The lists of `masks` masks of `mb` x `nb` blocks, seen from their columns."""
+    """The lists of `masks` masks of `mb` x `nb` blocks, seen from their columns.
+
+    Entries that no row owns come last, where no column owns them.
+    """
     # small keys sort several times faster
     key_dtype = torch.int32 if 2 * masks * nb < 2**31 else torch.int64
     rows = lists.row_indices()
     mask = rows.div(max(mb, 1), rounding_mode="floor")
     q_block = (rows - mask * mb).to(torch.int32)
-    group = ((mask * nb + lists.indices) * 2 + (lists.bits_id < 0)).to(key_dtype)
+    group = (mask * nb + lists.indices) * 2 + (lists.bits_id < 0)
+    group = torch.where(rows < masks * mb, group, 2 * masks * nb).to(key_dtype)
     # rows ascend within each column and kind, so a stable sort leaves the query blocks ascending
     group, order = torch.sort(group, stable=True)
     return lists_from_sorted(group, q_block[order], lists.bits_id[order], masks * nb)

@@ -380,7 +380,14 @@ def rounded_products(draw: Draw) -> None:
         return naive.activated(y, activation)
 
     exact, plain = formula(FP64), formula(torch.float32)
-    assert_within_twice_the_budget(out, exact, plain.to(out.dtype), what="product")
+    allowed = exact + (plain.to(out.dtype).double() - exact).abs()
+    if out.is_cuda:
+        # Hopper adds up 128 channels in tensor cores, 32 at a time, and each sum keeps 13 bits
+        # below its largest term
+        for group in range(0, columns, 128):
+            terms = stood[:, None, group : group + 128].double() * dense[:, group : group + 128]
+            allowed += 4 * 2.0**-13 * terms.cumsum(-1).abs().amax(-1)
+    assert_within_twice_the_budget(out, exact, allowed, what="product")
 
 
 def latent_decoding(draw: Draw) -> None:
