@@ -16,6 +16,7 @@ from blackwell_sparsek.decode import api, sm90_latent, triton, tuning
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing.attention_cases import check_attention
 from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode, draw_decode_case
+from blackwell_sparsek.testing.layouts import strided_like
 from blackwell_sparsek.testing.poison import poisoned_empty
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,19 @@ def public(call, **options):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed):
     check(draw_decode_case(seed, dtypes=(HALF, BRAIN, torch.float32), longest=400))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (72, 64)])
+@pytest.mark.parametrize("page_size", [None, 16, 48])
+@pytest.mark.parametrize("odd", ["k", "v", "kv"])
+def test_rows_that_start_anywhere(odd, page_size, dims):
+    """They are not copied asynchronously, and kernels are compiled anew for each combination."""
+    case = dataclasses.replace(LLAMA, lengths=(200, 1, 37), page_size=page_size, head_dims=dims)
+    call = case.build("cuda")
+    names = [f"{letter}_cache" for letter in odd]
+    caches = {name: strided_like(getattr(call, name), "row_gap") for name in names}
+    out, lse = run(dataclasses.replace(call, **caches))
+    check_decode(out.cpu(), lse.cpu(), case.build("cpu"))
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])

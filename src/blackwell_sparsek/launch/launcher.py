@@ -12,10 +12,11 @@ import torch
 
 from ..core.sizes import cdiv as cdiv
 from ..core.torch_private import raw_device, raw_stream
+from .assembler import sound_assembler
 from .compile_hooks import constants_as_text
 from .prepared import COMPILE_OPTIONS
 from .recording import Launch, current_recording
-from .variants import Launchable, find_variant, for_triton
+from .variants import Launchable, current_sm, find_variant, for_triton
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -50,6 +51,6 @@ def launch_kernel(
         return found
     if cluster > 1:
         raise RuntimeError("Triton's front end does not launch single programs in clusters")
-    with constants_as_text():
-        kernel[(grid,)](*map(for_triton, args), **COMPILE_OPTIONS, **options)
+    with constants_as_text(), sound_assembler(kernel, current_sm()) as more:
+        kernel[(grid,)](*map(for_triton, args), **COMPILE_OPTIONS, **more, **options)
     return None

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arch import arch_of
+from ..core.env import triton_interpreted
 from ..core.torch_private import raw_device
+from .assembler import sound_assembler
 from .compile_hooks import constants_as_text
 from .descriptors import Descriptor
 from .parameters import UnknownParameters
@@ -172,13 +175,21 @@ def value_places(kernel: Any, args: Sequence[Any]) -> dict[str, int]:
 def _compiled_variant(
     kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any], walk: _Walk
 ) -> Variant | None:
-    with constants_as_text():
-        compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **COMPILE_OPTIONS, **options)
+    with constants_as_text(), sound_assembler(kernel, current_sm()) as more:
+        options = {**COMPILE_OPTIONS, **more, **options}
+        compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **options)
     try:
         variant = Variant(compiled, _loaded, [x.base.dtype for _, x in walk.descriptors], cluster)
     except UnknownParameters:
         return None
     return variant if len(walk.values) == variant.own else None
+
+
+def current_sm() -> int:
+    """The compute capability of the current GPU, such as 90; 0 if kernels run on none."""
+    if triton_interpreted() or not torch.cuda.is_available():
+        return 0
+    return arch_of(torch.device("cuda", raw_device())).sm
 
 
 def _loaded(compiled: Any) -> int:

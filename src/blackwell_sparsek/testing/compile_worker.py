@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import triton
 import triton.backends.nvidia
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia import compiler
 
 from ..core.compat import installed_versions, ptxas_options, spills_are_judged
+from ..launch.assembler import sound_assembler
 from ..launch.parameters import UnknownParameters, parameters_of
 from ..launch.signature import Signature, pointer_type
 from .compile_cases import CompileCase, registered_cases
@@ -61,7 +62,8 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     launched_with = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     compiled = special.compiled(sm, launched_with)
     extra = case.options.get("ptx_options", "").split()
-    record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
+    with sound_assembler(case.kernel, sm):
+        record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
     # kernels with asynchronous copies get shared memory at launch, which ptxas does not see
     record["shared"] = max(record["shared"], compiled.metadata.shared)
     wanted = dict.fromkeys((*case.expect, *counts))
@@ -88,7 +90,13 @@ def _ptxas(ptx: str, sm: int, options: list[str]) -> dict[str, Any]:
         path = pathlib.Path(scratch) / "kernel.ptx"
         path.write_text(ptx)
         # the one that Triton takes: it brings two, and which of them it needs differs by release
-        command = [get_ptxas(sm).path, *options, "-v", f"--gpu-name={target[1]}", str(path)]
+        command = [
+            compiler.get_ptxas(sm).path,
+            *options,
+            "-v",
+            f"--gpu-name={target[1]}",
+            str(path),
+        ]
         done = subprocess.run(
             [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True
         )
