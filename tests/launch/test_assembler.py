@@ -68,6 +68,17 @@ def test_nothing_changes_if_it_is_sound_or_there_is_no_other(releases, usual, ot
         assert more == {} and compiler.get_ptxas is asked
 
 
+def test_a_triton_that_brings_one_only(releases, monkeypatch):
+    def found(arch):
+        if arch == 100:
+            raise RuntimeError("Cannot find ptxas-blackwell")
+        return SimpleNamespace(version="12.8")
+
+    monkeypatch.setattr(compiler, "get_ptxas", found)
+    with sound_assembler(PORTABLE, 90) as more:
+        assert more == {} and compiler.get_ptxas is found
+
+
 def test_a_ptxas_that_the_user_names_is_taken(releases, monkeypatch):
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine/ptxas")
     with sound_assembler(PORTABLE, 90) as more:

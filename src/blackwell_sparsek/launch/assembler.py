@@ -46,7 +46,11 @@ def _can_choose() -> bool:
     usual: Any = getattr(compiler, "get_ptxas", None)
     if usual is None or "TRITON_PTXAS_PATH" in os.environ or _release(usual(90)) >= SOUND:
         return False
-    if _release(usual(100)) < SOUND:
+    try:
+        other = _release(usual(100))
+    except RuntimeError:  # a build of Triton without it
+        return False
+    if other < SOUND:
         return False
     compiler.get_ptxas = lambda arch: usual(100 if _newer.get() else arch)
     return True
