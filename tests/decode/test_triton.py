@@ -218,9 +218,9 @@ def test_a_length_out_of_range_is_nan_and_not_read(length, page_size, device):
     call.cache_seqlens[1] = length
     out, lse = attend(call)
     assert out[1].isnan().all() and lse[1].isnan().all()
-    for b in (0, 2):
-        assert out[b].isfinite().all() and lse[b].isfinite().all()
-        torch.testing.assert_close(out[b], fine[0][b], rtol=1e-2, atol=1e-2)
+    # those of the others are right, although they are split otherwise
+    out[1], lse[1] = fine[0][1], fine[1][1]
+    check_decode(out, lse, case.build(device))
 
 
 @pytest.mark.parametrize("block", [-2, 4, 2**28])

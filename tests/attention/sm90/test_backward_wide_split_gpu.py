@@ -10,8 +10,10 @@ pytest.importorskip("triton")
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.sm90 import tuning
 from blackwell_sparsek.attention.sm90.config_split import WideSplit
+from blackwell_sparsek.calls.attention import AttnGradients
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.testing.attention_cases import AttnCase, draw_case, in_structure
+from blackwell_sparsek.testing.attention_gradients import check_gradients
 
 from . import test_backward_gpu as one_kernel
 from .test_backward_gpu import BRAIN, CALLS, HALF, check, pytestmark  # noqa: F401
@@ -93,16 +95,12 @@ def test_autograd_with_other_lengths():
     """Calls of other lengths are not given to launches that know one kernel."""
     torch.manual_seed(0)
     for length in (300, 333, 300, 129):
-        inputs = [
+        q, k, v = (
             torch.randn(1, 2, length, 192, device="cuda", dtype=BRAIN, requires_grad=True)
             for _ in "qkv"
-        ]
+        )
         weight = torch.randn(1, 2, length, 192, device="cuda", dtype=BRAIN)
-
-        def gradients(impl, inputs=inputs, weight=weight):
-            out = bsk.attention(*inputs, causal=True, impl=impl)
-            return torch.autograd.grad((out * weight).sum(), inputs)
-
-        got, want = gradients("sm90"), gradients("reference")
-        for x, expected in zip(got, want, strict=True):
-            torch.testing.assert_close(x, expected, atol=3e-2, rtol=3e-2)
+        out = bsk.attention(q, k, v, causal=True, impl="sm90")
+        got = torch.autograd.grad((out * weight).sum(), (q, k, v))
+        spec = one_kernel.causal_spec(q)
+        check_gradients(AttnGradients(*got, None), weight, None, q, k, v, spec)
