@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from blackwell_sparsek.core.errors import InvalidInput, Unsupported
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -14,7 +14,7 @@ from blackwell_sparsek.integrations.flash_attn import (
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
-DOUBLE = torch.float64
+DOUBLE, E4M3 = torch.float64, torch.float8_e4m3fn
 
 
 def formula(q, k, v, *, causal=False, window=(-1, -1), softcap=0.0, slopes=None, chunk=0,
@@ -386,6 +386,85 @@ def test_with_kvcache_of_fp8():
         assert_within_budget(out[b], exact, plain)
 
 
+def quantised_cache(dim=16):
+    """Keys and values `[2, B, S, Hkv, D]` of three sequences in fp8."""
+    return normal(2, 3, 32, 2, dim, seed=2).to(E4M3)
+
+
+FACTORS = {
+    "one": (torch.tensor([0.5]), torch.tensor(2.0), torch.tensor([1.5])),
+    "heads": (torch.tensor([0.5, 1.3]), torch.tensor([[0.7, 2.0]]), torch.tensor([1.5, 0.3])),
+    "expanded": tuple(torch.tensor([[x]]).expand(3, 2) for x in (0.5, 0.7, 1.5)),
+    "sequences": tuple(normal(3, 2, seed=7 + i).abs() + 0.3 for i in range(3)),
+    "none": (None, None, None),
+}
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+@pytest.mark.parametrize(
+    "form, paged",
+    [("steps", False), ("steps", True), ("packed", False), ("packed", True), ("varlen", True)],
+)
+def test_fp8_queries_over_a_cache(form, paged, factors):
+    """Beside fp64 on what the numbers stand for; plain is the same in bf16."""
+    q = normal(3, 5, 4, 16, seed=1).to(E4M3)
+    k, v = quantised_cache()
+    held, new = int32(9, 4, 20), normal(2, 3, 5, 2, 16, seed=3).to(E4M3)
+    given = dict(zip(("q_descale", "k_descale", "v_descale"), FACTORS[factors], strict=True))
+    options = {"causal": True, "softcap": 20.0, **given}
+    caches, table = [k.clone(), v.clone()], None
+    if paged:
+        table = torch.randperm(6, generator=torch.Generator().manual_seed(0)).view(3, 2).int()
+        for i, x in enumerate((k, v)):
+            pages = torch.empty(6, 16, *x.shape[2:]).to(E4M3)
+            pages[table.long()] = x.unflatten(1, (2, 16))
+            caches[i] = pages
+        options["page_table"] = table
+    for b, n in enumerate(held.tolist()):
+        k[b, n : n + 5], v[b, n : n + 5] = new[:, b]
+    offsets = int32(0, 5, 10, 15)
+    if form == "steps":
+        out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=held, **options)
+    elif form == "packed":
+        sizes = {"cu_seqlens_q": offsets, "max_seqlen_q": 5, "cu_seqlens_k_new": offsets}
+        packed = (q.flatten(0, 1), *caches, *new.flatten(1, 2))
+        out = flash_attn_with_kvcache(*packed, cache_seqlens=held, **sizes, **options)
+    else:
+        flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=held, **options)
+        sizes = {"max_seqlen_q": 5, "max_seqlen_k": 32, "seqused_k": held + 5}
+        out = flash_attn_varlen_func(
+            q.flatten(0, 1), *caches, cu_seqlens_q=offsets, cu_seqlens_k=None, **sizes, **options
+        )
+    assert out.dtype == torch.bfloat16
+    out = out.view(3, 5, 4, 16)
+    whole = [torch.ones(3, 2) if x is None else x.expand(3, 2) for x in FACTORS[factors]]
+    for b, n in enumerate(held.tolist()):
+        exact, plain = (
+            formula(
+                *(
+                    x.to(dtype) * f[b].repeat_interleave(x.shape[1] // 2)[:, None].to(dtype)
+                    for x, f in zip((q[b], k[b, : n + 5], v[b, : n + 5]), whole, strict=True)
+                ),
+                causal=True, softcap=20.0,
+            )[0]
+            for dtype in (DOUBLE, torch.bfloat16)
+        )  # fmt: skip
+        assert_within_budget(out[b], exact, plain)
+
+
+@pytest.mark.parametrize("options, error, match", [
+    ({"q_descale": torch.ones(2, 2)}, InvalidInput, r"q_descale has a wrong shape; .*\[3, 2\]"),
+    ({"k_descale": torch.ones(3, 4)}, InvalidInput, "k_descale has a wrong shape"),
+    ({"v_descale": 2.0}, InvalidType, "v_descale"),
+    ({"v_cache": quantised_cache()[1].half()}, InvalidType, "v_cache has another dtype than q"),
+])  # fmt: skip
+def test_refusals_of_fp8_queries(options, error, match):
+    k, v = quantised_cache()
+    q = torch.zeros(3, 1, 4, 16).to(E4M3)
+    with pytest.raises(error, match="flash_attn_with_kvcache: .*" + match):
+        flash_attn_with_kvcache(q, k, options.pop("v_cache", v), cache_seqlens=7, **options)
+
+
 def test_all_of_a_cache_by_default():
     q, k, v = qkv()
     out = flash_attn_with_kvcache(q, k, v)
@@ -428,7 +507,7 @@ COS = torch.ones(40, 4)
     ({"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3}, InvalidInput, "k is missing"),
     ({**NEW, "rotary_cos": COS, "cache_seqlens": 3}, InvalidInput, "rotary_sin is missing"),
     ({**NEW, "cache_seqlens": 33}, InvalidInput, r"slot_mapping\[0\] is out of range"),
-    ({"k_descale": torch.ones(2, 2)}, Unsupported, "k_descale per sequence is not supported"),
+    ({"k_descale": torch.ones(2, 2)}, Unsupported, "k_descale per sequence is supported with"),
     ({"window_size": 3}, InvalidInput, "window_size is malformed"),
     ({"cu_seqlens_q": int32(0, 19, 38)}, InvalidInput, r"q has a wrong rank; expected \[T, H, D\]"),
 ])  # fmt: skip

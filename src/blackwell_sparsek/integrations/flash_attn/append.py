@@ -5,21 +5,9 @@ from typing import NamedTuple
 import torch
 
 from ...core.checks import message
-from ...core.errors import InvalidInput, Unsupported
+from ...core.errors import InvalidInput
 from ...kv_cache.append import kv_append
 from ...kv_cache.slots import Rotary
-
-
-def head_scale(op: str, arg: str, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """flash-attn 3 has a factor for each sequence and head; here each head has one."""
-    if scale is not None and scale.dim() > 1:
-        if scale.shape[0] != 1:
-            raise Unsupported(
-                f"{op}: {arg} per sequence is not supported; pass one element or [Hkv], got "
-                f"{list(scale.shape)}"
-            )
-        return scale[0]
-    return scale
 
 
 def rows_of_table(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -90,9 +78,7 @@ def append_new(
     slots = torch.where(there, page * size + slot % size, missing_slot)
     if new.exists is not None:
         slots = torch.where(new.exists, slots, -1)
-    k_scale, v_scale = (
-        head_scale(op, arg, x) for arg, x in zip(("k_descale", "v_descale"), scales, strict=True)
-    )
+    k_scale, v_scale = scales
     how = None if cos is None or sin is None else Rotary(cos, sin, interleaved)
     positions = None
     if how is not None:

@@ -7,18 +7,13 @@ import torch
 
 from ...attention.api import attention
 from ...core.checks import check_rank, check_tensor, message
-from ...core.errors import InvalidInput, Unsupported
+from ...core.errors import InvalidInput, InvalidType, Unsupported
 from ...kv_cache.slots import rotated
 from ...ragged.api import attention_varlen
-from .append import (
-    append_new,
-    head_scale,
-    places_alike,
-    places_packed,
-    rows_of_table,
-)
+from .append import append_new, places_alike, places_packed, rows_of_table
+from .factors import Factors, WideQueries, head_scale, wide_queries
 
-DENSE = "[B, S, H, D]"
+DENSE, FP8 = "[B, S, H, D]", torch.float8_e4m3fn
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 # What to use instead of an argument that is refused.
 INSTEAD = {
@@ -358,12 +353,18 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             assert cu_seqlens_k is not None
             cache_seqlens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-    descales = _descales(op, q, q_descale, k_descale, v_descale)
+    factors = Factors(q_descale, k_descale, v_descale)
     window = _window(op, window_size)
 
     def packed() -> tuple[torch.Tensor, torch.Tensor]:
-        return attention_varlen(
-            q,
+        wide = WideQueries(q, None, None, None)
+        if pages is None:
+            given = _descales(op, q, *factors)
+        else:
+            wide = _wide(op, q, cu_seqlens_q, k, v, factors)
+            given = {"k_scale": wide.k_scale, "v_scale": wide.v_scale}
+        made, lse = attention_varlen(
+            wide.q,
             k,
             v,
             cu_seqlens_q,
@@ -384,8 +385,9 @@ def flash_attn_varlen_func(
             deterministic=deterministic or None,
             out=out,
             return_lse=True,
-            **descales,
+            **given,
         )
+        return wide.finished(made), lse
 
     without = {
         "a page table": pages,
@@ -445,7 +447,7 @@ def flash_attn_with_kvcache(
     ----------
     q : `[B, Sq, Hq, D]`, or `[Tq, Hq, D]` with `cu_seqlens_q` and `max_seqlen_q`
     k_cache, v_cache : `[B, S, Hkv, D | Dv]`, or pages `[pages, page_size, Hkv, D | Dv]`
-        dtype of q, or float8_e4m3fn.
+        dtype of q, or float8_e4m3fn. Queries in fp8 need a cache in fp8; the result is in bf16.
     k, v : `[B, T, Hkv, D]`, `[B, T, Hkv, Dv]`, optional
         New keys and values; they are written from slot `cache_seqlens` on. With `cu_seqlens_k_new`
         they are packed, `[Tk, Hkv, D | Dv]`.
@@ -464,8 +466,9 @@ def flash_attn_with_kvcache(
         The same under the names of flash-attn 2 and 3.
     rotary_interleaved : bool
         Whether numbers 2i and 2i + 1 are rotated together, otherwise i and i + R / 2.
-    k_descale, v_descale : fp32, one element or `[Hkv]`, optional
-        Factors of the numbers in an fp8 cache; per sequence they are refused.
+    q_descale, k_descale, v_descale : fp32, one element, `[Hkv]` or `[B, Hkv]`, optional
+        Factors of numbers in fp8. With queries in 16 bits there is none for q, and those of an fp8
+        cache are the same for all sequences.
     softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk, learnable_sink :
         As in `flash_attn_func`.
     return_softmax_lse : bool
@@ -476,7 +479,7 @@ def flash_attn_with_kvcache(
         See q.
     cu_seqlens_k_new : int32 `[B + 1]`, optional
         See k.
-    qv, q_descale, scheduler_metadata :
+    qv, scheduler_metadata :
         Refused unless absent.
 
     Returns
@@ -498,12 +501,7 @@ def flash_attn_with_kvcache(
     torch.Size([1, 1, 4, 16])
     """
     op = "flash_attn_with_kvcache"
-    _refuse(
-        op,
-        qv=qv,
-        q_descale=q_descale,
-        scheduler_metadata=scheduler_metadata,
-    )
+    _refuse(op, qv=qv, scheduler_metadata=scheduler_metadata)
     if attention_chunk and cache_leftpad is not None:
         raise Unsupported(
             f"{op}: attention_chunk does not go with cache_leftpad, from which flash-attn counts "
@@ -532,6 +530,12 @@ def flash_attn_with_kvcache(
         longest = q.shape[1]
         queries = q.reshape(batch * longest, *q.shape[2:])
         offsets = _every(batch, longest, q.device)
+    factors = Factors(q_descale, k_descale, v_descale)
+    wide = _wide(op, queries, offsets, k_cache, v_cache, factors)
+    queries = wide.q
+    if q.dtype == FP8:
+        # new keys and values are as they will be in the cache, and exact in bf16
+        k, v = (x.bfloat16() if x is not None and x.dtype == FP8 else x for x in (k, v))
     if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
         if k is None or v is None:
             missing = "k" if k is None else "v"
@@ -556,7 +560,7 @@ def flash_attn_with_kvcache(
             (new_tokens, lengths, rotary_seqlens),
             (rotary_cos, rotary_sin, rotary_interleaved),
             (pages, cache_batch_idx),
-            (k_descale, v_descale),
+            (None, None) if q.dtype == FP8 else (wide.k_scale, wide.v_scale),
             fused=same and moving,
         )
         if turned is None and rotary_cos is not None and rotary_sin is not None:
@@ -588,14 +592,38 @@ def flash_attn_with_kvcache(
         softcap=softcap or None,
         sinks=learnable_sink,
         alibi_slopes=alibi_slopes,
-        k_scale=head_scale(op, "k_descale", k_descale),
-        v_scale=head_scale(op, "v_descale", v_descale),
+        k_scale=wide.k_scale,
+        v_scale=wide.v_scale,
         return_lse=True,
     )
+    out = wide.finished(out)
     if not ragged:
         out = out.view(batch, longest, *out.shape[1:])
         lse = lse.view(queries.shape[1], batch, longest).transpose(0, 1)
     return _returned(out, lse, False, return_softmax_lse)
+
+
+def _wide(
+    op: str,
+    q: torch.Tensor,
+    offsets: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    factors: Factors,
+) -> WideQueries:
+    """Packed queries with which the kernels read an fp8 cache, and the factors of the cache."""
+    check_tensor(op, "q", q)
+    if q.dtype == FP8:
+        check_tensor(op, "cu_seqlens_q", offsets)
+        for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_tensor(op, arg, x)
+            if x.dtype != FP8:
+                raise InvalidType(message(op, arg, "has another dtype than q", FP8, x.dtype))
+        sequence = places_packed(offsets, q.shape[0]).sequence
+        return wide_queries(op, q, factors, k_cache.shape[-2], offsets.numel() - 1, sequence)
+    _refuse(op, q_descale=factors.q)
+    k_scale = head_scale(op, "k_descale", factors.k)
+    return WideQueries(q, k_scale, head_scale(op, "v_descale", factors.v), None)
 
 
 def _descales(op: str, q: torch.Tensor, *factors: torch.Tensor | None) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Factors of fp8 numbers over a cache: flash-attn 3 has one for each sequence and KV head.
+
+The kernels read an fp8 cache with queries in 16 bits, in which e4m3 is exact, and with factors that
+all sequences share. Where sequences have different ones and queries are in fp8, those of q and k
+are multiplied into the queries and that of v into the result.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...core.checks import check_tensor, message
+from ...core.errors import InvalidInput, Unsupported
+
+
+class Factors(NamedTuple):
+    """Of queries, keys and values: fp32, one element, `[Hkv]` or `[B, Hkv]`, None for 1."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+
+
+class WideQueries(NamedTuple):
+    """Queries `[T, Hq, D]` in bf16, and the factors that are not in them."""
+
+    q: torch.Tensor
+    k_scale: torch.Tensor | None
+    """For the kernel, as `v_scale`: one element or `[Hkv]`."""
+    v_scale: torch.Tensor | None
+    of_result: torch.Tensor | None
+    """`[T, Hq, 1]`"""
+
+    def finished(self, out: torch.Tensor) -> torch.Tensor:
+        """The result of these queries, in place."""
+        return out if self.of_result is None else out.mul_(self.of_result)
+
+
+def wide_queries(
+    op: str, q: torch.Tensor, factors: Factors, kv_heads: int, batch: int, sequence: torch.Tensor
+) -> WideQueries:
+    """Queries `[T, Hq, D]` of e4m3 in bf16; `sequence` [T] is the one of `batch` of each."""
+    group = q.shape[1] // max(kv_heads, 1)
+
+    def of_tokens(arg: str, factor: torch.Tensor) -> torch.Tensor:
+        rows, heads = (1, 1, *factor.shape)[-2:]
+        if factor.dim() > 2 or rows not in (1, batch) or heads not in (1, kv_heads):
+            expected = f"one element, [{kv_heads}] or [{batch}, {kv_heads}]"
+            raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(factor.shape)))
+        whole = factor.float().expand(rows, kv_heads).repeat_interleave(group, 1)
+        return whole[sequence if rows > 1 else torch.zeros_like(sequence)][..., None]
+
+    for arg, factor in factors._asdict().items():
+        if factor is not None:
+            check_tensor(op, f"{arg}_descale", factor)
+    wide = q.float()
+    if factors.q is not None:
+        wide = wide * of_tokens("q_descale", factors.q)
+    k_scale, v_scale = shared_factor(factors.k), shared_factor(factors.v)
+    if factors.k is not None and k_scale is None:
+        wide = wide * of_tokens("k_descale", factors.k)
+    of_result = None
+    if factors.v is not None and v_scale is None:
+        of_result = of_tokens("v_descale", factors.v)
+    return WideQueries(wide.bfloat16(), k_scale, v_scale, of_result)
+
+
+def shared_factor(factor: torch.Tensor | None) -> torch.Tensor | None:
+    """A factor as the kernels take it; None where sequences have factors of their own."""
+    if factor is None or factor.dim() < 2:
+        return factor
+    if factor.shape[0] != 1 and factor.stride(0) != 0:
+        return None
+    # engines expand the factor of a layer to all sequences and heads
+    return factor[0, :1] if factor.stride(1) == 0 else factor[0]
+
+
+def head_scale(op: str, arg: str, factor: torch.Tensor | None) -> torch.Tensor | None:
+    """The factor of a cache for queries in 16 bits, which all sequences have to share."""
+    if factor is not None:
+        check_tensor(op, arg, factor)
+    shared = shared_factor(factor)
+    if factor is not None and shared is None:
+        raise Unsupported(
+            f"{op}: {arg} per sequence is supported with queries in float8_e4m3fn only; pass one "
+            f"element or [Hkv], got {list(factor.shape)}"
+        )
+    return shared
