@@ -1,11 +1,13 @@
 """Lists made from masks: once for each, the same for all who ask."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 
 from blackwell_sparsek.launch.recording import recording
+from blackwell_sparsek.launch.replay import Bound
 from blackwell_sparsek.masks import derived_lists as module
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.masks.derived_lists import derived_list
@@ -73,6 +75,32 @@ def test_a_capture_keeps_nothing(gpu):
     gpu["capturing"], gpu["stream"] = True, 9
     assert derived_list(tensors, rows, 4) is kept and derived_list(mask, rows, 4) is kept
     assert derived_list(mask, rows, 5) is not derived_list(mask, rows, 5)
+
+
+def test_what_a_graph_was_given_ends_with_the_mask(gpu, monkeypatch):
+    """It replays with the addresses of the lists, whatever the mask is used for in between."""
+    monkeypatch.setattr(module, "MAX_LISTS", 2)
+    (mask, _), _ = masks()
+    known = [derived_list(mask, rows, 4), derived_list(mask, rows, 5)]
+    launches = Bound(lambda addresses: (), (*mask._forward, known[1]))
+    gpu["capturing"] = True
+    assert derived_list(mask, rows, 4) is known[0]
+    launches([])
+    inside = derived_list(mask, rows, 6)
+    Bound(lambda addresses: (), (*mask._forward, inside))([])
+    gpu["capturing"] = False
+    alive = [weakref.ref(x) for x in known]
+    of_pool = weakref.ref(inside)
+    del known, launches, inside
+    gc.collect()
+    assert of_pool() is None
+    for width in range(10, 15):
+        derived_list(mask, rows, width)
+    gc.collect()
+    assert all(x() is not None for x in alive)
+    del mask, _
+    gc.collect()
+    assert all(x() is None for x in alive)
 
 
 def test_few_lists_are_kept_and_end_with_their_mask(gpu, monkeypatch):

@@ -21,6 +21,7 @@ from ..core.torch_state import is_explaining
 from .launcher import on_device_of
 from .recording import Recording, recording, unrecorded
 from .templates import RecordedLaunches
+from .workspace import hold_for_graph
 
 # Recordings in one cache, which is cleared when it is full: a model has only a handful of sizes.
 MAX_RECORDINGS = 64
@@ -140,17 +141,25 @@ class Recorded:
 
 
 class Bound:
-    """Recorded launches with their last inputs bound: tensors that this object keeps alive."""
+    """Recorded launches with their last inputs bound: tensors that this object keeps alive.
 
-    __slots__ = ("_addresses", "_recorded", "_tensors")
+    The first of them is the row pointers of a mask, with which the others end.
+    """
+
+    __slots__ = ("_addresses", "_outside", "_recorded", "_tensors")
 
     def __init__(self, recorded: Recorded, tensors: Sequence[torch.Tensor]):
         self._recorded = recorded
         self._tensors = tensors
         self._addresses = [x.data_ptr() for x in tensors]
+        # tensors that were made inside a capture live in the pool of its graph
+        self._outside = not torch.cuda.is_current_stream_capturing()
 
     def __call__(self, inputs: list[int]) -> Tensors:
         """The results, with the remaining inputs at these addresses."""
+        if self._outside:
+            owner, *others = self._tensors
+            hold_for_graph(owner, others)
         return self._recorded([*inputs, *self._addresses])
 
 

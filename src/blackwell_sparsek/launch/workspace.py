@@ -2,7 +2,7 @@
 
 Three kinds: scratch memory of one call, which a stream keeps between replayed calls; zeroed
 counters that a launch uses up; and self-resetting counters, which a kernel finds zero and leaves
-zero.
+zero. Besides, caches may drop tensors whose addresses a CUDA graph has: those are held here.
 """
 
 import sys
@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.torch_private import raw_stream
 from .recording import current_recording
@@ -49,6 +50,19 @@ def made_outside_pool(make: Callable[[], T], device: torch.device) -> T:
     thread.start()
     thread.join()
     return made.result()
+
+
+# Tensors in CUDA graphs, by the tensor with which they end.
+_in_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def hold_for_graph(owner: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """If a CUDA graph is being captured, keep `tensors` as long as `owner`, which is none of them.
+
+    They were made before the capture.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        _in_graphs.setdefault(owner, {}).update((id(x), x) for x in tensors)
 
 
 # Scratch memory.

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.torch_private import raw_device, raw_stream
 from ..launch.recording import note_derived
-from ..launch.workspace import made_outside_pool
+from ..launch.workspace import hold_for_graph, made_outside_pool
 from .block_mask import BlockMask
 
 # Lists kept for one mask. For each band and each shape of layer, the forward pass needs one and
@@ -41,7 +41,11 @@ def derived_list(mask: BlockMask, make: Callable[..., torch.Tensor], *args: Any)
     if torch.cuda.is_current_stream_capturing():
         # cached lists were made before the capture; a list made here must not be used outside it
         of_streams = of_streams or _LISTS.get(mask._listed.indptr, {}).get(key)
-        made = next(iter(of_streams.values())) if of_streams else make(_copy(mask), *args)
+        if of_streams:
+            made = next(iter(of_streams.values()))
+            hold_for_graph(mask._listed.indptr, (made,))
+        else:
+            made = make(_copy(mask), *args)
     else:
         stream = raw_stream(device.index)
         made = of_streams.get(stream) if of_streams else None
