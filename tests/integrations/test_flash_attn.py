@@ -457,6 +457,8 @@ def test_fp8_queries_over_a_cache(form, paged, factors):
     ({"k_descale": torch.ones(3, 4)}, InvalidInput, "k_descale has a wrong shape"),
     ({"v_descale": 2.0}, InvalidType, "v_descale"),
     ({"v_cache": quantised_cache()[1].half()}, InvalidType, "v_cache has another dtype than q"),
+    ({"k": torch.zeros(3, 1, 2, 16), "v": torch.zeros(3, 1, 2, 16)}, InvalidType,
+     "k has another dtype than q"),
 ])  # fmt: skip
 def test_refusals_of_fp8_queries(options, error, match):
     k, v = quantised_cache()

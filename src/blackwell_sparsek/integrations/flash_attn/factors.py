@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 
 from ...core.checks import check_tensor, message
-from ...core.errors import InvalidInput, Unsupported
+from ...core.errors import InvalidInput, InvalidType, Unsupported
+
+FP8 = torch.float8_e4m3fn
 
 
 class Factors(NamedTuple):
@@ -34,6 +36,14 @@ class WideQueries(NamedTuple):
     def finished(self, out: torch.Tensor) -> torch.Tensor:
         """The result of these queries, in place."""
         return out if self.of_result is None else out.mul_(self.of_result)
+
+
+def check_fp8(op: str, **tensors: torch.Tensor) -> None:
+    """Queries in fp8 go with keys and values in fp8, in the cache and new ones."""
+    for arg, x in tensors.items():
+        check_tensor(op, arg, x)
+        if x.dtype != FP8:
+            raise InvalidType(message(op, arg, "has another dtype than q", FP8, x.dtype))
 
 
 def wide_queries(

@@ -7,13 +7,13 @@ import torch
 
 from ...attention.api import attention
 from ...core.checks import check_rank, check_tensor, message
-from ...core.errors import InvalidInput, InvalidType, Unsupported
+from ...core.errors import InvalidInput, Unsupported
 from ...kv_cache.slots import rotated
 from ...ragged.api import attention_varlen
 from .append import append_new, places_alike, places_packed, rows_of_table
-from .factors import Factors, WideQueries, head_scale, wide_queries
+from .factors import FP8, Factors, WideQueries, check_fp8, head_scale, wide_queries
 
-DENSE, FP8 = "[B, S, H, D]", torch.float8_e4m3fn
+DENSE = "[B, S, H, D]"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 # What to use instead of an argument that is refused.
 INSTEAD = {
@@ -533,9 +533,6 @@ def flash_attn_with_kvcache(
     factors = Factors(q_descale, k_descale, v_descale)
     wide = _wide(op, queries, offsets, k_cache, v_cache, factors)
     queries = wide.q
-    if q.dtype == FP8:
-        # new keys and values are as they will be in the cache, and exact in bf16
-        k, v = (x.bfloat16() if x is not None and x.dtype == FP8 else x for x in (k, v))
     if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
         if k is None or v is None:
             missing = "k" if k is None else "v"
@@ -544,6 +541,10 @@ def flash_attn_with_kvcache(
         for arg, x in (("k", k), ("v", v)):
             check_tensor(op, arg, x)
             check_rank(op, arg, x, DENSE if cu_seqlens_k_new is None else "[T, Hkv, D]")
+        if q.dtype == FP8:
+            check_fp8(op, k=k, v=v)
+            # they are as they will be in the cache, and exact in bf16
+            k, v = k.bfloat16(), v.bfloat16()
         if cu_seqlens_k_new is None:
             new_tokens = places_alike(batch, k.shape[1], k.device)
             added: int | torch.Tensor = k.shape[1]
@@ -615,10 +616,7 @@ def _wide(
     check_tensor(op, "q", q)
     if q.dtype == FP8:
         check_tensor(op, "cu_seqlens_q", offsets)
-        for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_tensor(op, arg, x)
-            if x.dtype != FP8:
-                raise InvalidType(message(op, arg, "has another dtype than q", FP8, x.dtype))
+        check_fp8(op, k_cache=k_cache, v_cache=v_cache)
         sequence = places_packed(offsets, q.shape[0]).sequence
         return wide_queries(op, q, factors, k_cache.shape[-2], offsets.numel() - 1, sequence)
     _refuse(op, q_descale=factors.q)
