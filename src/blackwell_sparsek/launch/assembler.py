@@ -8,12 +8,13 @@ asynchronously or not. Both releases bring ptxas of CUDA 12.9 for Blackwell, whi
 addresses, so that one assembles portable kernels for Hopper too.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
+
+from ..core.env import triton_overrides
 
 # The first release of CUDA whose ptxas keeps the addresses.
 SOUND = (12, 9)
@@ -44,7 +45,7 @@ def _can_choose() -> bool:
     from triton.backends.nvidia import compiler
 
     usual: Any = getattr(compiler, "get_ptxas", None)
-    if usual is None or "TRITON_PTXAS_PATH" in os.environ or _release(usual(90)) >= SOUND:
+    if usual is None or "TRITON_PTXAS_PATH" in triton_overrides() or _release(usual(90)) >= SOUND:
         return False
     try:
         other = _release(usual(100))

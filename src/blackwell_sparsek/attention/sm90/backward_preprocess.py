@@ -29,6 +29,7 @@ from .config import ROW_PADDING, slice_width
 ROW_TILE = 64
 # Sums of dk and dv that are zeroed at a time. Heads have whole tiles of 128 rows and 64 columns.
 ZEROED = 2048
+_ZEROED = tl.constexpr(ZEROED)
 
 
 class KeySums(NamedTuple):
@@ -100,7 +101,6 @@ def _attn_bwd_preprocess_kernel(
     TILE_D: tl.constexpr,
     SLICE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
-    ZEROED: tl.constexpr,
     PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -138,8 +138,8 @@ def _attn_bwd_preprocess_kernel(
             place = row[:, None] * TILE_D + first + tl.arange(0, SLICE_D)[None, :]
             tl.store(sums_ptr + place, tl.zeros([TILE_M, SLICE_D], tl.float32))
     if k_sums_ptr is not None:
-        _zero_share(k_sums_ptr, k_chunks, ZEROED)
-        _zero_share(v_sums_ptr, v_chunks, ZEROED)
+        _zero_share(k_sums_ptr, k_chunks, _ZEROED)
+        _zero_share(v_sums_ptr, v_chunks, _ZEROED)
 
 
 @triton.jit
@@ -298,7 +298,6 @@ def launch_attn_bwd_preprocess(
         tile_d,
         slice_width(tile_d),
         triton.next_power_of_2(out.shape[-1]),
-        ZEROED,
         ROW_PADDING,
         pdl,
     )
