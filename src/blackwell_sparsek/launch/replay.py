@@ -158,8 +158,7 @@ class Bound:
     def __call__(self, inputs: list[int]) -> Tensors:
         """The results, with the remaining inputs at these addresses."""
         if self._outside:
-            owner, *others = self._tensors
-            hold_for_graph(owner, others)
+            hold_for_graph(self._tensors[0], self._tensors)
         return self._recorded([*inputs, *self._addresses])
 
 

@@ -57,12 +57,11 @@ _in_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def hold_for_graph(owner: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """If a CUDA graph is being captured, keep `tensors` as long as `owner`, which is none of them.
-
-    They were made before the capture.
-    """
+    """If a CUDA graph is being captured, keep `tensors`, made before, as long as `owner` lives."""
     if torch.cuda.is_current_stream_capturing():
-        _in_graphs.setdefault(owner, {}).update((id(x), x) for x in tensors)
+        # an owner that were held here would never end
+        others = {id(x): x for x in tensors if x is not owner}
+        _in_graphs.setdefault(owner, {}).update(others)
 
 
 # Scratch memory.

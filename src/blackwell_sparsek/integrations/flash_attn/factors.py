@@ -11,8 +11,7 @@ import torch
 
 from ...core.checks import check_tensor, message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
-
-FP8 = torch.float8_e4m3fn
+from ...core.fp8 import E4M3
 
 
 class Factors(NamedTuple):
@@ -42,8 +41,8 @@ def check_fp8(op: str, **tensors: torch.Tensor) -> None:
     """Queries in fp8 go with keys and values in fp8, in the cache and new ones."""
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
-        if x.dtype != FP8:
-            raise InvalidType(message(op, arg, "has another dtype than q", FP8, x.dtype))
+        if x.dtype != E4M3:
+            raise InvalidType(message(op, arg, "has another dtype than q", E4M3, x.dtype))
 
 
 def wide_queries(

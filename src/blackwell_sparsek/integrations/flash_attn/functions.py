@@ -8,10 +8,11 @@ import torch
 from ...attention.api import attention
 from ...core.checks import check_rank, check_tensor, message
 from ...core.errors import InvalidInput, Unsupported
+from ...core.fp8 import E4M3
 from ...kv_cache.slots import rotated
 from ...ragged.api import attention_varlen
 from .append import append_new, places_alike, places_packed, rows_of_table
-from .factors import FP8, Factors, WideQueries, check_fp8, head_scale, wide_queries
+from .factors import Factors, WideQueries, check_fp8, head_scale, wide_queries
 
 DENSE = "[B, S, H, D]"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
@@ -541,7 +542,7 @@ def flash_attn_with_kvcache(
         for arg, x in (("k", k), ("v", v)):
             check_tensor(op, arg, x)
             check_rank(op, arg, x, DENSE if cu_seqlens_k_new is None else "[T, Hkv, D]")
-        if q.dtype == FP8:
+        if q.dtype == E4M3:
             check_fp8(op, k=k, v=v)
             # they are as they will be in the cache, and exact in bf16
             k, v = k.bfloat16(), v.bfloat16()
@@ -561,7 +562,7 @@ def flash_attn_with_kvcache(
             (new_tokens, lengths, rotary_seqlens),
             (rotary_cos, rotary_sin, rotary_interleaved),
             (pages, cache_batch_idx),
-            (None, None) if q.dtype == FP8 else (wide.k_scale, wide.v_scale),
+            (None, None) if q.dtype == E4M3 else (wide.k_scale, wide.v_scale),
             fused=same and moving,
         )
         if turned is None and rotary_cos is not None and rotary_sin is not None:
@@ -614,7 +615,7 @@ def _wide(
 ) -> WideQueries:
     """Packed queries with which the kernels read an fp8 cache, and the factors of the cache."""
     check_tensor(op, "q", q)
-    if q.dtype == FP8:
+    if q.dtype == E4M3:
         check_tensor(op, "cu_seqlens_q", offsets)
         check_fp8(op, k_cache=k_cache, v_cache=v_cache)
         sequence = places_packed(offsets, q.shape[0]).sequence
@@ -628,7 +629,7 @@ def _descales(op: str, q: torch.Tensor, *factors: torch.Tensor | None) -> dict[s
     """Factors of fp8 inputs for `bsk.attention`; in flash-attn 3 those of q are per KV head too."""
     names = ("q_descale", "k_descale", "v_descale")
     given = dict(zip(names, factors, strict=True))
-    if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
+    if not isinstance(q, torch.Tensor) or q.dtype != E4M3:
         _refuse(op, **given)
         return {}
     of_q = given["q_descale"]
