@@ -3,9 +3,9 @@
 Triton 3.6 and 3.7 assemble for sm_90 with ptxas of CUDA 12.8. It can lose the address of a tile in
 shared memory where two tiles lie at the same place, and a product then reads anything
 (docs/decisions/compiler.md). The machine code of Hopper kernels is searched for this in all
-configurations that are compiled by the tests. Portable kernels have too many: tiles, head dims, and tensors whose rows are copied
-asynchronously or not. Both releases bring ptxas of CUDA 12.9 for Blackwell, which does not lose
-addresses, so that one assembles portable kernels for Hopper too.
+configurations that the tests compile. Portable kernels have too many: tiles, head dims, and tensors
+whose rows are copied asynchronously or not. Both releases bring ptxas of CUDA 12.9 for Blackwell,
+which does not lose addresses, so that one assembles portable kernels for Hopper too.
 """
 
 from collections.abc import Iterator
