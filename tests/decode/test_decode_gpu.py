@@ -69,6 +69,8 @@ def test_random_calls(seed):
     check(draw_decode_case(seed, dtypes=(HALF, BRAIN, torch.float32), longest=400))
 
 
+# TMA does not take such rows, so only the portable kernel sees them in the next two tests
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 @pytest.mark.parametrize("dims", [(128, 128), (72, 64)])
 @pytest.mark.parametrize("page_size", [None, 16, 48])
 @pytest.mark.parametrize("odd", ["k", "v", "kv"])
@@ -78,6 +80,21 @@ def test_rows_that_start_anywhere(odd, page_size, dims):
     call = case.build("cuda")
     names = [f"{letter}_cache" for letter in odd]
     caches = {name: strided_like(getattr(call, name), "row_gap") for name in names}
+    out, lse = run(dataclasses.replace(call, **caches))
+    check_decode(out.cpu(), lse.cpu(), case.build("cpu"))
+
+
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float32])
+@pytest.mark.parametrize("page_size, block_size", [(16, 16), (None, 16), (None, 20)])
+def test_listed_rows_that_start_anywhere(page_size, block_size, dtype):
+    """Heads begin at multiples of 16 bytes, tokens do not, and a tile holds several blocks."""
+    case = DecodeCase(
+        2, dtype, heads=(4, 1), lengths=(200, 1, 37), capacity=208, head_dims=(64, 64),
+        page_size=page_size, block_size=block_size,
+    )  # fmt: skip
+    call = case.build("cuda")
+    caches = {name: strided_like(getattr(call, name), "row_gap") for name in ("k_cache", "v_cache")}
     out, lse = run(dataclasses.replace(call, **caches))
     check_decode(out.cpu(), lse.cpu(), case.build("cpu"))
 

@@ -82,9 +82,11 @@ PICKED = {
     "bfloat16-d128-rows32": {90: DecodeConfig(32, 64, 4, 3, 264)},
     "bfloat16-d128-rows64": {80: WIDE, 89: WIDE, 90: WIDE},
     "float16-d256-rows64": {89: DEEP, 90: DEEP},
-    "bfloat16-d128-odd-keys": {90: ACROSS},
-    "bfloat16-d128-pages64-odd-keys": {90: ACROSS},
-    "float16-d80-pages48-everything-odd-keys": {90: ACROSS},
+    "bfloat16-d128-odd-k": {90: ACROSS},
+    "bfloat16-d128-pages64-odd-k": {90: ACROSS},
+    "float16-d80-pages48-everything-odd-k": {90: ACROSS},
+    "float32-d64-odd-kv-blocks16": {80: PLAIN, 90: PLAIN},
+    "float32-d64-odd-kv-blocks20": {90: PLAIN},
 }
 
 

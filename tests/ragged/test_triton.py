@@ -27,6 +27,7 @@ from blackwell_sparsek.ragged.plan import (
 from blackwell_sparsek.ragged.triton import launch_attn_ragged
 from blackwell_sparsek.ragged.tuning import RaggedConfig
 from blackwell_sparsek.testing import poison
+from blackwell_sparsek.testing.layouts import strided_like
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, check_ragged, draw_ragged_case
 
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -73,6 +74,23 @@ def test_layouts_give_the_bits_of_a_contiguous_cache(layout, device):
     plain = attend(case.build(device), config(7))
     other = check(dataclasses.replace(case, layout=layout), device, config(7))
     assert plain[0].equal(other.out) and plain[1].equal(other.lse)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, FLOAT])
+@pytest.mark.parametrize(
+    "layout, block_size", [("paged", 16), ("contiguous", 16), ("contiguous", 20)]
+)
+def test_listed_rows_that_start_anywhere(layout, block_size, dtype, device):
+    """Heads begin at multiples of 16 bytes, tokens do not, and a tile holds several blocks."""
+    case = RaggedCase(
+        2, dtype, heads=(4, 1), q_lens=(1, 9), kv_lens=(64, 50), layout=layout,
+        block_size=block_size,
+    )  # fmt: skip
+    call = case.build(device)
+    caches = {name: strided_like(getattr(call, name), "row_gap") for name in ("k", "v")}
+    call = dataclasses.replace(call, **caches)
+    attend(call, config(tile_n=32))
+    check_ragged(call, what=str(case))
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 15, 16, 17, 40])

@@ -47,16 +47,17 @@ def _visited_keys(
         known = kv_pos >= 0
         wrong = kv_pos < 0
     else:
-        if BLOCK_KV % TILE_N == 0:
-            entry = tile // (BLOCK_KV // TILE_N)
-            in_block = tile % (BLOCK_KV // TILE_N) * TILE_N
-        else:
-            entry = (tile * TILE_N + offs_n) // BLOCK_KV
-            in_block = (tile * TILE_N + offs_n) % BLOCK_KV - offs_n
+        WHOLE_TILES: tl.constexpr = BLOCK_KV % TILE_N == 0
+        place = tile * TILE_N
+        if not WHOLE_TILES:
+            place += offs_n
+        entry = place // BLOCK_KV
         block = tl.load(tables.blocks + tables.block_row + entry, mask=entry < num_blocks, other=-1)
         inside = (block >= 0) & (block < (capacity + BLOCK_KV - 1) // BLOCK_KV)
-        start = tl.where(inside, block, 0) * BLOCK_KV + in_block
-        kv_pos = start + offs_n
+        start = tl.where(inside, block, 0) * BLOCK_KV + place % BLOCK_KV
+        # Triton 3.6 takes a sum of vectors for a multiple of whatever their first elements are
+        # multiples of. Without the 1 it would copy rows that start anywhere as aligned ones.
+        kv_pos = start + offs_n if WHOLE_TILES else tl.multiple_of(start, 1)
         known = inside & (kv_pos >= 0)
         wrong = (block != -1) & (known == 0)
     return kv_pos, start, known, wrong

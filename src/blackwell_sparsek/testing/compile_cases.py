@@ -27,6 +27,7 @@ class CompileCase:
     options : further launch options, such as `maxnreg`
     expect : for each instruction the least number of times it must occur, `wgmma` in the PTX or
         `sass:HGMMA` in the machine code
+    forbid : instructions that must not occur
     max_spill_bytes : spilled bytes (stores and loads) that are accepted with the release of
         Triton they were counted with; with other releases spills are only reported
     """
@@ -39,6 +40,7 @@ class CompileCase:
     num_stages: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     expect: Mapping[str, int] = field(default_factory=dict)
+    forbid: tuple[str, ...] = ()
     max_spill_bytes: int = 0
 
 

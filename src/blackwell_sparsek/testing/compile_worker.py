@@ -23,7 +23,7 @@ import triton.backends.nvidia
 from triton.backends.nvidia import compiler
 
 from ..core.compat import installed_versions, ptxas_options, spills_are_judged
-from ..launch.assembler import sound_assembler
+from ..launch.assembler import assembler_options
 from ..launch.parameters import UnknownParameters, parameters_of
 from ..launch.signature import Signature, pointer_type
 from .compile_cases import CompileCase, registered_cases
@@ -62,11 +62,12 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     launched_with = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     compiled = special.compiled(sm, launched_with)
     extra = case.options.get("ptx_options", "").split()
-    with sound_assembler(case.kernel, sm):
-        record = _ptxas(compiled.asm["ptx"], sm, [*ptxas_options(), *extra])
+    # marked kernels are assembled by the one for Blackwell
+    brought_for = 100 if assembler_options(case.kernel, sm) else sm
+    record = _ptxas(compiled.asm["ptx"], brought_for, [*ptxas_options(), *extra])
     # kernels with asynchronous copies get shared memory at launch, which ptxas does not see
     record["shared"] = max(record["shared"], compiled.metadata.shared)
-    wanted = dict.fromkeys((*case.expect, *counts))
+    wanted = dict.fromkeys((*case.expect, *case.forbid, *counts))
     record["num_warps"] = case.num_warps
     record["triton"] = installed_versions()["triton"]
     record["digest"] = code_digest(compiled.asm["cubin"])
@@ -81,7 +82,7 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     return record
 
 
-def _ptxas(ptx: str, sm: int, options: list[str]) -> dict[str, Any]:
+def _ptxas(ptx: str, brought_for: int, options: list[str]) -> dict[str, Any]:
     # the PTX names its target: sm_90a where it uses wgmma
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if target is None:
@@ -89,9 +90,9 @@ def _ptxas(ptx: str, sm: int, options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         path = pathlib.Path(scratch) / "kernel.ptx"
         path.write_text(ptx)
-        # the one that Triton takes: it brings two, and which of them it needs differs by release
+        # Triton brings two, and which of them an architecture needs differs by release
         command = [
-            compiler.get_ptxas(sm).path,
+            compiler.get_ptxas(brought_for).path,
             *options,
             "-v",
             f"--gpu-name={target[1]}",
@@ -159,6 +160,9 @@ def _problems(case: CompileCase, sm: int, record: dict[str, Any]) -> list[str]:
     for what, least in case.expect.items():
         if record["counts"][what] < least:
             problems.append(f"{what} occurs {record['counts'][what]} times (at least {least})")
+    for what in case.forbid:
+        if count := record["counts"][what]:
+            problems.append(f"{what} occurs {count} times (at most 0)")
     return problems
 
 

@@ -76,8 +76,9 @@ def decode_call(
 class Decode(NamedTuple):
     """A call of the portable kernel. `everything`: sinks, a softcap, lists of blocks.
 
-    `odd_keys`: rows of keys do not start at multiples of 16 bytes, and only those of values are
-    copied asynchronously.
+    `block_kv`: lists of blocks of this size in a contiguous cache.
+    `odd`: caches whose rows do not start at multiples of 16 bytes, "k" or "kv". They cannot be
+    copied 16 bytes at a time.
     """
 
     dtype: torch.dtype
@@ -88,7 +89,8 @@ class Decode(NamedTuple):
     rows: int = GROUP
     batch: int = 1
     alibi: bool = False
-    odd_keys: bool = False
+    odd: str = ""
+    block_kv: int | None = None
 
     def name(self, sm: int) -> str:
         """Name of the case."""
@@ -99,7 +101,8 @@ class Decode(NamedTuple):
         parts += ["everything"] if self.everything else []
         parts += [f"batch{self.batch}"] if self.batch != 1 else []
         parts += ["alibi"] if self.alibi else []
-        parts += ["odd-keys"] if self.odd_keys else []
+        parts += [f"odd-{self.odd}"] if self.odd else []
+        parts += [f"blocks{self.block_kv}"] if self.block_kv else []
         return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
 
 
@@ -118,24 +121,29 @@ DECODE: dict[Decode, tuple[int, ...]] = {
     Decode(BRAIN, 128, rows=64): (80, 89, 90),
     Decode(HALF, 256, rows=64): (89, 90),
     Decode(BRAIN, 128, 64, alibi=True): (89, 90),
-    Decode(BRAIN, 128, odd_keys=True): (90,),
-    Decode(BRAIN, 128, 64, odd_keys=True): (90,),
-    Decode(HALF, 80, 48, everything=True, odd_keys=True): (90,),
+    Decode(BRAIN, 128, odd="k"): (90,),
+    Decode(BRAIN, 128, 64, odd="k"): (90,),
+    Decode(HALF, 80, 48, everything=True, odd="k"): (90,),
+    Decode(FLOAT, 64, odd="kv", block_kv=16): (80, 90),
+    Decode(FLOAT, 64, odd="kv", block_kv=20): (90,),
 }
 
 
 def _launch_decode(asked: Decode) -> None:
     call = decode_call(
         asked.batch, asked.rows, (asked.head_dim, asked.head_dim), asked.dtype,
-        asked.cache or asked.dtype, asked.page_size, asked.page_size if asked.everything else None,
+        asked.cache or asked.dtype, asked.page_size,
+        asked.page_size if asked.everything else asked.block_kv,
         everything=asked.everything,
     )  # fmt: skip
     if asked.alibi:
         call = replace(call, alibi_slopes=meta(asked.batch, GROUP * KV_HEADS, dtype=FLOAT))
-    if asked.odd_keys:
-        sizes = call.k_cache.shape
-        wider = meta(*sizes[:-1], sizes[-1] + 3, dtype=asked.dtype)
-        call = replace(call, k_cache=wider[..., : sizes[-1]])
+    *sizes, dim = call.k_cache.shape
+    odd_rows = meta(*sizes, dim + 3, dtype=asked.dtype)[..., :dim]
+    if "k" in asked.odd:
+        call = replace(call, k_cache=odd_rows)
+    if "v" in asked.odd:
+        call = replace(call, v_cache=odd_rows)
     out, lse = empty_out(call.q, asked.head_dim), empty_lse(call.q)
     launch_attn_decode(out, lse, call, attn_decode_config(call.problem, "ieee"))
 
@@ -149,9 +157,12 @@ def decode_cases() -> Iterator[CompileCase]:
         for sm in archs:
             # ptxas of CUDA 12.9 puts two values aside to stay at 128 registers
             spills = 8 if asked.dtype == FLOAT and sm == 90 else lookups
+            # rows that start anywhere have an address for every four bytes
+            spills = 48 if asked.odd == "kv" else spills
             yield launched_case(
-                asked.name(sm), _launch_decode, asked, sm=sm, archs=(sm,), max_spill_bytes=spills
-            )
+                asked.name(sm), _launch_decode, asked, sm=sm, archs=(sm,), max_spill_bytes=spills,
+                forbid=("cp.async.cg",) if asked.odd == "kv" else (),
+            )  # fmt: skip
 
 
 # The Hopper kernel.
