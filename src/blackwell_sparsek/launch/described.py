@@ -136,8 +136,16 @@ class DescribedLaunch:
 _lock = threading.Lock()
 _kernels: dict[Any, Any] = {}
 _variants: dict[tuple[int, int], Variant] = {}
-# (context, stream) -> address and number of the words that its launches share.
-_counters: dict[tuple[int, int], tuple[int, int]] = {}
+# (context, stream) -> the words that its launches share.
+_counters: dict[tuple[int, int], "_Counters"] = {}
+
+
+class _Counters(NamedTuple):
+    """Words of device memory that are zero between launches."""
+
+    address: int
+    room: int
+    """How many there are."""
 
 
 def _compiled(planned: KernelLaunch, signature: Signature, sm: int) -> Any:
@@ -151,7 +159,8 @@ def _compiled(planned: KernelLaunch, signature: Signature, sm: int) -> Any:
 
 
 def _variant(compiled: Any, dtypes: list[Any], context: int) -> Variant:
-    """A kernel loaded into the current context, once. Kernels are kept, so their ids are theirs."""
+    """A kernel loaded into the current context, once."""
+    # compiled kernels are never freed, so no other object gets the same id
     key = (id(compiled), context)
     with _lock:
         if key not in _variants:
@@ -171,9 +180,10 @@ def _counters_of(context: int, stream: int, count: int) -> int:
     dependent launch does not touch them before the one ahead has ended.
     """
     found = _counters.get((context, stream))
-    if found is None or found[1] < count:
+    if found is None or found.room < count:
         with _lock:
             room = max(_LEAST_COUNTERS, 1 << (count - 1).bit_length())
             # what a launch may still be using is left alone
-            found = _counters[context, stream] = zeroed_words(room, stream), room
-    return found[0]
+            found = _Counters(zeroed_words(room, stream), room)
+            _counters[context, stream] = found
+    return found.address

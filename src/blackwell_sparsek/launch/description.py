@@ -1,9 +1,9 @@
-"""What a launch consists of: described without a framework, run by one.
+"""Launches as data: a kernel, its grid and its arguments, independent of the framework.
 
-A planner stands beside each kernel. It takes arrays and numbers and returns a `KernelLaunch`, or
-None where there is nothing to compute. Of an array it reads only its shape, strides and dtype, so
-that it takes tensors of torch, which `run` launches on, as well as an `ArraySpec`, which stands for
-an array that a framework allocates later.
+Each kernel has a planner, a function that takes arrays and numbers and returns a `KernelLaunch`, or
+None if there is nothing to compute. It reads only the shape, strides and dtype of an array, so it
+takes torch tensors, which `run` passes to the kernel, as well as an `ArraySpec`, which stands for
+an array that another framework allocates later.
 """
 
 import math
@@ -107,7 +107,7 @@ def arrays_of(planned: KernelLaunch) -> dict[str, ArraySpec]:
 
 
 def run(planned: KernelLaunch | None, on: Any) -> None:
-    """Launch on the device of the tensor `on`, whose arguments are tensors of torch."""
+    """Run a launch whose arguments are torch tensors, on the device of the tensor `on`."""
     if planned is None:
         return
     # imported late: programs without torch import the kernels and planners above this

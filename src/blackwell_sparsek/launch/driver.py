@@ -155,7 +155,7 @@ def _checked(name: str, *args: Any) -> None:
 
 @contextmanager
 def context_of(stream: int) -> Iterator[int]:
-    """The context of a stream, which is the current one inside: a thread need not have one."""
+    """Make the context of a stream current, since a thread may have none; yields the context."""
     own, current = ctypes.c_void_p(), ctypes.c_void_p()
     _checked("cuStreamGetCtx", ctypes.c_void_p(stream), ctypes.byref(own))
     _checked("cuCtxGetCurrent", ctypes.byref(current))
@@ -182,9 +182,9 @@ def loaded_function(cubin: bytes, name: str, shared: int) -> int:
 
 
 def zeroed_words(count: int, stream: int) -> int:
-    """The address of memory in the current context, of 4 bytes each and never freed.
+    """Allocate `count` words of 4 bytes in the current context and return their address.
 
-    Zero for whatever comes later on `stream`.
+    They are zero for all later work on `stream`, and are never freed.
     """
     address = ctypes.c_uint64()
     _checked("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))

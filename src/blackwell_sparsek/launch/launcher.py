@@ -12,7 +12,7 @@ import torch
 
 from ..core.sizes import cdiv as cdiv
 from ..core.torch_private import raw_device, raw_stream
-from .assembler import sound_assembler
+from .assembler import assembler_options
 from .compile_hooks import constants_as_text
 from .prepared import COMPILE_OPTIONS
 from .recording import Launch, current_recording
@@ -20,7 +20,7 @@ from .variants import Launchable, current_sm, find_variant, for_triton
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the device of `x` current: kernels are launched there, whatever they are given."""
+    """Make the device of `x` current: launches go there, not to the device of their tensors."""
     if not x.is_cuda or x.get_device() == raw_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -44,13 +44,14 @@ def launch(
 def launch_kernel(
     kernel: Any, grid: int, args: Sequence[Any], cluster: int, options: dict[str, Any]
 ) -> Launchable | None:
-    """Launch by the CUDA driver, or by Triton's front end if need be; then None."""
+    """Launch through the CUDA driver; where it cannot, through Triton, and return None."""
     found = find_variant(kernel, args, cluster, options)
     if found is not None:
         found.launch(grid, raw_stream(raw_device()))
         return found
     if cluster > 1:
         raise RuntimeError("Triton's front end does not launch single programs in clusters")
-    with constants_as_text(), sound_assembler(kernel, current_sm()) as more:
-        kernel[(grid,)](*map(for_triton, args), **COMPILE_OPTIONS, **more, **options)
+    options = COMPILE_OPTIONS | assembler_options(kernel, current_sm()) | options
+    with constants_as_text():
+        kernel[(grid,)](*map(for_triton, args), **options)
     return None

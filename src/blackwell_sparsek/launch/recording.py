@@ -44,7 +44,7 @@ _current: ContextVar[Recording | None] = ContextVar("bsk_recording", default=Non
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Record launches and their workspaces inside."""
+    """Record the launches made in this context, and their workspaces."""
     record = Recording()
     token = _current.set(record)
     try:
@@ -55,7 +55,7 @@ def recording() -> Iterator[Recording]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Record nothing inside: for launches that build something once and keep it."""
+    """Record nothing in this context: for launches that build something once and keep it."""
     token = _current.set(None)
     try:
         yield

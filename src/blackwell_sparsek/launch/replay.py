@@ -186,8 +186,8 @@ def described(
     """
     if torch.compiler.is_compiling():
         return None
-    if not _nothing_else_looks(below_autocast) and not (
-        operands and _autocast_leaves(inputs[:operands]) and _nothing_else_looks(True)
+    if not _is_not_intercepted(below_autocast) and not (
+        operands and _autocast_keeps(inputs[:operands]) and _is_not_intercepted(True)
     ):
         return None
     addresses: list[int] = []
@@ -364,19 +364,19 @@ def _is_in_gpu_memory(x: torch.Tensor) -> bool:
     return x.is_cuda and x.layout == torch.strided
 
 
-def _autocast_leaves(operands: Sequence[Any]) -> bool:
-    """Whether autocast would cast none of these."""
+def _autocast_keeps(operands: Sequence[Any]) -> bool:
+    """Whether autocast would leave these as they are."""
     dtype = torch.get_autocast_dtype("cuda")
     return all(getattr(x, "dtype", None) == dtype for x in operands)
 
 
 def is_plain_call(tensors: Sequence[Any]) -> bool:
     """Whether only autograd intercepts an operator on these tensors; autocast has run already."""
-    return _nothing_else_looks(below_autocast=True) and all(type(x) in _PLAIN for x in tensors)
+    return _is_not_intercepted(below_autocast=True) and all(type(x) in _PLAIN for x in tensors)
 
 
-def _nothing_else_looks(below_autocast: bool) -> bool:
-    """Whether no mode, transform or autocast intercepts this call on its way to the kernels."""
+def _is_not_intercepted(below_autocast: bool) -> bool:
+    """Whether no mode, transform or autocast intercepts a call before it reaches the kernels."""
     return not (
         _dispatch_modes()
         or _function_modes()

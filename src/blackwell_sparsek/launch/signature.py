@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.sizes import dtype_name
-from .assembler import sound_assembler
+from .assembler import assembler_options
 from .descriptors import TRITON_NAMES
 from .prepared import COMPILE_OPTIONS
 
@@ -75,12 +75,11 @@ class Signature:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source = GluonASTSource if self._kernel.is_gluon() else ASTSource
-        with sound_assembler(self._kernel, sm) as more:
-            return triton.compile(
-                source(self._kernel, self.signature, self.constants, self.attrs),
-                target=GPUTarget("cuda", sm, 32),
-                options=COMPILE_OPTIONS | more | options,
-            )
+        return triton.compile(
+            source(self._kernel, self.signature, self.constants, self.attrs),
+            target=GPUTarget("cuda", sm, 32),
+            options=COMPILE_OPTIONS | assembler_options(self._kernel, sm) | options,
+        )
 
 
 def is_one(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from ..core.arch import arch_of
 from ..core.env import triton_interpreted
 from ..core.torch_private import raw_device
-from .assembler import sound_assembler
+from .assembler import assembler_options
 from .compile_hooks import constants_as_text
 from .descriptors import Descriptor
 from .parameters import UnknownParameters
@@ -175,8 +175,8 @@ def value_places(kernel: Any, args: Sequence[Any]) -> dict[str, int]:
 def _compiled_variant(
     kernel: Any, args: Sequence[Any], cluster: int, options: dict[str, Any], walk: _Walk
 ) -> Variant | None:
-    with constants_as_text(), sound_assembler(kernel, current_sm()) as more:
-        options = {**COMPILE_OPTIONS, **more, **options}
+    options = COMPILE_OPTIONS | assembler_options(kernel, current_sm()) | options
+    with constants_as_text():
         compiled = kernel.warmup(*map(for_triton, args), grid=(1,), **options)
     try:
         variant = Variant(compiled, _loaded, [x.base.dtype for _, x in walk.descriptors], cluster)

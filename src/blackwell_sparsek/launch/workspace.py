@@ -2,7 +2,7 @@
 
 Three kinds: scratch memory of one call, which a stream keeps between replayed calls; zeroed
 counters that a launch uses up; and self-resetting counters, which a kernel finds zero and leaves
-zero. Besides, caches may drop tensors whose addresses a CUDA graph has: those are held here.
+zero. Tensors whose addresses a CUDA graph holds are kept alive here, since caches may drop them.
 """
 
 import sys
@@ -33,7 +33,7 @@ GRAPHS = "torch._inductor.cudagraph_trees"
 
 
 def made_outside_pool(make: Callable[[], T], device: torch.device) -> T:
-    """What `make` returns, on the current stream of `device`; not for use during a capture."""
+    """Call `make` on the current stream of `device`, outside of the pool; not during a capture."""
     if device.type != "cuda" or GRAPHS not in sys.modules:
         return make()
     stream = torch.cuda.current_stream(device)

@@ -63,6 +63,7 @@ def launched_case(
     kernel: Any = None,
     sm: int = 90,
     expect: dict[str, int] | None = None,
+    forbid: tuple[str, ...] = (),
     max_spill_bytes: int = 0,
     archs: tuple[int, ...] | None = None,
     **kwargs: Any,
@@ -74,7 +75,7 @@ def launched_case(
     name : name of the case
     kernel : if there are several launches, take the last one of this kernel
     sm : the compute capability that the launcher sees
-    expect, max_spill_bytes, archs : as in `CompileCase`
+    expect, forbid, max_spill_bytes, archs : as in `CompileCase`
     """
     with captured_launches(sm) as launches:
         launcher(*args, **kwargs)
@@ -99,6 +100,7 @@ def launched_case(
         args={key: _described(value) for key, value in values.items()},
         options=options,
         expect=expect or {},
+        forbid=forbid,
         max_spill_bytes=max_spill_bytes,
         **known,
     )
