@@ -338,6 +338,93 @@ def test_gradients_are_those_of_the_exact_attention(sinks):
     assert only[0].shape == q.shape
 
 
+def with_gradients(function, leaves, *arguments):
+    """Results of a call, and the gradients of its output, whose own gradient is fixed."""
+    out, lse = function(*arguments)
+    assert not lse.requires_grad
+    dout = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "window": 20},
+        {"causal": True, "dynamic": True},
+        {"scale": 0.3, "hadamard": True, "impl": "eager"},
+        {"sinks": True, "softcap": 4.0},
+        {"mask": True, "causal": True},
+    ],
+    ids=str,
+)
+def test_compiles_with_gradients_without_a_break(options):
+    q, k, v = (torch.randn(1, 50, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2, 2))
+    leaves, options = [q, k, v], dict(options)
+    dynamic = options.pop("dynamic", False)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(4, requires_grad=True)
+        leaves.append(options["sinks"])
+    if options.pop("mask", False):
+        keep = torch.rand(1, 4, 4, 4) < 0.6
+        options["block_mask"] = bsk.BlockMask.from_dense(keep, 16, seq_lengths=(50, 50))
+
+    def attend(q, k, v):
+        return bsk.fp8.attention(q, k, v, **options, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    made = with_gradients(compiled, leaves, q, k, v)
+    for got, expected in zip(made, with_gradients(attend, leaves, q, k, v), strict=True):
+        assert torch.equal(got, expected) and got.stride() == expected.stride()
+
+
+def test_gradients_of_some_inputs_compile():
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    v.requires_grad_()
+    compiled = torch.compile(bsk.fp8.attention, fullgraph=True, backend="aot_eager")
+    (made,) = torch.autograd.grad(compiled(q, k, v).sum(), v)
+    assert torch.equal(made, torch.autograd.grad(bsk.fp8.attention(q, k, v).sum(), v)[0])
+
+
+def test_compiled_code_knows_the_strides():
+    """Also where heads share memory, which rounded queries and the output do not."""
+    x = torch.randn(1, 1, 20, 16, requires_grad=True)
+
+    def attend(x):
+        out = bsk.fp8.attention(x.expand(1, 2, 20, 16), x, x)
+        return out, out.stride()
+
+    traced, strides = torch.compile(attend, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(traced, attend(x)[0]) and strides == traced.stride() == attend(x)[1]
+
+
+def test_lengths_do_not_recompile():
+    counts = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(bsk.fp8.attention, fullgraph=True, backend=counts, dynamic=True)
+    for length in (17, 33, 50, 64):
+        q, k, v = (torch.randn(1, h, length, 16, requires_grad=True) for h in (4, 2, 2))
+        compiled(q, k, v, causal=True).sum().backward()
+    assert counts.frame_count <= 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", range(3))
+def test_operator_with_gradients(layout, masked):
+    given = (torch.randn(1, 2, s, 16) for s in (20, 30, 30))
+    q, k, v = (x.requires_grad_() for x in layouts.different_layouts(*given, start=layout))
+    tensors, shape = [], []
+    if masked:
+        mask = bsk.BlockMask.from_dense(torch.rand(1, 2, 2, 2) < 0.6, 16, seq_lengths=(20, 30))
+        tensors, shape = mask.tensors(for_gradients=True), [1, 2, 20, 30, 16, 16]
+    lengths, band = (None, None, 20, 30, tensors, shape), (2**30, 0)
+    args = (q, k, v, *lengths, *band, 0.25, 0.0, torch.randn(2, requires_grad=True), None, None)
+    op = torch.ops.bsk.fp8_attention.default
+    torch.library.opcheck(op, (*args, False, "eager", not masked, True))
+    out, _ = op(*args, False, "eager", not masked, True)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(bsk.Unsupported, match="no backward of the backward"):
+        torch.autograd.grad(dq.sum(), k)
+
+
 def test_second_derivatives_are_refused():
     q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
     dout = torch.randn(1, 2, 20, 16, requires_grad=True)

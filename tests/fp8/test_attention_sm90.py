@@ -14,10 +14,12 @@ from blackwell_sparsek.attention import api
 from blackwell_sparsek.attention.fp8_op import fp8_dispatch
 from blackwell_sparsek.attention.sm90 import launch_fp8
 from blackwell_sparsek.attention.sm90.tuning import attn_fwd_fp8_sm90_unsupported
-from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec
+from blackwell_sparsek.calls.attention import AttentionCall, AttnGradients, AttnSpec
 from blackwell_sparsek.calls.fp8 import Fp8AttentionCall
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing import poison
+from blackwell_sparsek.testing.attention_gradients import check_gradients
 from blackwell_sparsek.testing.machine_code import misplaced_barriers
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
@@ -100,7 +102,7 @@ def test_auto_takes_it():
         bsk.attention(given, given, given, impl="sm90")
 
 
-@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 200}], ids=str)
 def test_replayed_calls_attend_to_what_they_are_given(options, monkeypatch):
     monkeypatch.setattr(api, "_FP8", {})
@@ -145,7 +147,7 @@ def visible_keys(sq, sk, device, causal=False, left=None):
     return seen
 
 
-@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("scaled", ["block", "head", "none"])
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def rounded(q, k, v):
     return made, dict(zip(names, (x.descale for x in made), strict=True))
 
 
-@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("slope", [-40.0, -0.5, 0.5, 2.0, 40.0])
 def test_maxima_that_rise_or_fall_with_every_key(slope):
     """Rows of a warp rise at different keys, by less than a factor of two in 64 keys or more."""
@@ -240,7 +242,7 @@ def test_maxima_that_rise_or_fall_with_every_key(slope):
     assert (lse - exact_lse).abs().max() <= 2**-10 * exact_lse.abs().max()
 
 
-@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize(
     "switches",
     [
@@ -275,7 +277,7 @@ def test_switches_of_the_configuration(switches, options, monkeypatch):
     assert_within_budget(out, exact.double(), plain)
 
 
-@pytest.mark.gpu
+@pytest.mark.sm90
 def test_many_keys_stay_accurate():
     """128k keys of one sign: sums that stayed in the tensor cores would lose the last ones."""
     device = torch.device("cuda")
@@ -290,7 +292,7 @@ def test_many_keys_stay_accurate():
     assert_within_budget(out, exact.double(), plain)
 
 
-@pytest.mark.gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_fp8_attention_by_kernels_alone(dim):
     q, k, v = (torch.randn(1, h, 1000, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
@@ -299,3 +301,17 @@ def test_fp8_attention_by_kernels_alone(dim):
     # rounding to the three bits of e4m3 moves an element by up to 1/16
     assert (out - exact).float().norm() <= exact.float().norm() / 16
     assert (lse - exact_lse).abs().max() <= exact_lse.abs().max() / 16
+
+
+@pytest.mark.gpu
+def test_training_compiles():
+    q, k, v, dout = (
+        torch.randn(1, 4, 200, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = torch.compile(bsk.fp8.attention, fullgraph=True)(q, k, v, causal=True)
+    assert torch.equal(out, bsk.fp8.attention(q, k, v, causal=True))
+    made = torch.autograd.grad(out, (q, k, v), dout)
+    spec = AttnSpec(128**-0.5, Band(None, 0), max_q=200, max_k=200)
+    check_gradients(AttnGradients(*made, None), dout, None, q, k, v, spec)

@@ -24,15 +24,8 @@ from blackwell_sparsek.testing.tolerance import assert_within_budget
 from ..testing.child import printed
 from .test_matmul import activations, dense_product, matrix, scales_beside_nan
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SHAPES = [((280, 528), (128, 128)), ((200, 336), (64, 64)), ((136, 208), (32, 32))]
 SHAPES += [((528, 784), (256, 256)), ((264, 400), (128, 32)), ((104, 656), (32, 128))]
-
-
-def gpu(test):
-    """A test that compiles and runs the kernels."""
-    test = pytest.mark.skipif(not HOPPER, reason="needs sm_90")(test)
-    return pytest.mark.gpu(test)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def check(x, w, out_dtype=torch.bfloat16, **options):
     return out
 
 
-@gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 129, 257, 1000])
 @pytest.mark.parametrize(("shape", "block"), SHAPES)
 def test_products_keep_the_budget(shape, block, tokens):
@@ -104,7 +97,7 @@ def test_products_keep_the_budget(shape, block, tokens):
     check(x, w.T, torch.float16, **options)
 
 
-@gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 @pytest.mark.parametrize("block", [(128, 128), (64, 32), (32, 64)])
 def test_programs_with_several_tiles_of_different_lengths(block, tokens):
@@ -129,7 +122,7 @@ def test_every_role_counts_the_blocks_of_each_tile(name):
     assert int(found) == len(("producer", "loader of scales", "consumer"))
 
 
-@gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_steps_beyond_the_channels_read_no_scale(tokens):
     w = matrix((512, 528), (256, 256), "cuda")
@@ -137,7 +130,7 @@ def test_steps_beyond_the_channels_read_no_scale(tokens):
     assert torch.equal(check(scales_beside_nan(x), w.T), check(x, w.T))
 
 
-@gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_batches_and_repeated_calls(tokens):
     w = matrix((256, 384), (128, 128), "cuda")
@@ -149,7 +142,7 @@ def test_batches_and_repeated_calls(tokens):
         assert torch.equal(bsk.matmul(x, w.T, impl="sm90"), first)
 
 
-@gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_replayed_calls_read_their_own_operands(tokens):
     w = matrix((256, 384), (128, 128), "cuda")
@@ -163,7 +156,7 @@ def test_replayed_calls_read_their_own_operands(tokens):
     assert recorded
 
 
-@gpu
+@pytest.mark.sm90
 def test_rows_that_are_cut():
     w = matrix((384, 128 * 60), (128, 128), "cuda")
     x = activations(100, w.shape[1], device="cuda")
@@ -172,7 +165,7 @@ def test_rows_that_are_cut():
         check(x, w.T, bias=bias, activation="relu")
 
 
-@gpu
+@pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [16, 300])
 def test_in_a_graph(tokens):
     w = matrix((512, 512), (128, 128), "cuda").T

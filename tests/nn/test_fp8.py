@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.core.errors import InvalidInput
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.nn import BSRLinear, strict_patterns
 from blackwell_sparsek.prune import shrink_
 from blackwell_sparsek.testing.inputs import block_pattern, normal
@@ -172,7 +172,15 @@ def test_safetensors(tmp_path):
         assert torch.equal(other(x), one(x))
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+CASTS = [
+    lambda m: m.half(),
+    lambda m: m.bfloat16(),
+    lambda m: m.to(torch.bfloat16),
+    lambda m: m.half().float().half(),
+]
+
+
+@pytest.mark.parametrize("cast", CASTS)
 def test_casts_are_for_the_other_layers_of_a_model(cast):
     model = nn.Sequential(layer(), nn.Linear(70, 8))
     values, descale = (x.clone() for x in (model[0].values, model[0].descale))
@@ -184,6 +192,30 @@ def test_casts_are_for_the_other_layers_of_a_model(cast):
     assert model[0].descale.dtype == torch.float32 and torch.equal(model[0].descale, descale)
     with torch.no_grad():
         assert model(normal(3, 61, seed=4, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.double(),
+        lambda m: m.to(torch.float64),
+        lambda m: m.to("meta", torch.float64),
+        lambda m: m.to(torch.float8_e5m2),
+        lambda m: m.to(E4M3),
+    ],
+)
+def test_casts_that_products_cannot_follow_are_refused(cast, bias):
+    made, x = layer(bias=bias), normal(3, 61, seed=4)
+    before = {name: x.clone() for name, x in made.state_dict().items()}
+    text = r"(?s)to a dtype that products in fp8 do not take.*dequantize\(\).*got torch.float"
+    with pytest.raises(InvalidType, match=text):
+        cast(made)
+    for name, kept in made.state_dict().items():
+        assert kept.dtype == before[name].dtype and kept.device == before[name].device
+    wide = BSRLinear.from_matrix(made.weight.dequantize(), made.bias).double()
+    with torch.no_grad():
+        assert made(x).dtype == torch.float32 and wide(x.double()).dtype == torch.float64
 
 
 def test_moves():

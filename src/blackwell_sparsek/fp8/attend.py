@@ -4,15 +4,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..attention.api import attention as attention_in
-from ..attention.inputs import DENSE, autocast_qkv, check_qkv, scale_or_default
+from ..attention.inputs import DENSE, autocast_qkv, check_qkv
 from ..core.checks import check_choice, check_derivatives, check_dtype, message
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.errors import InvalidInput, InvalidType
 from ..masks.block_mask import BlockMask
-from .api import DTYPES, quantize
-
-_OP = "fp8.attention"
+from .api import DTYPES
+from .autograd import OP, Choice, attend
 
 
 @overload
@@ -86,8 +84,7 @@ def attention(
 
     Queries and keys have a scale for every 128 tokens of a head, values one for every channel.
     Gradients are those of `bsk.attention` on the tensors as given, which a backward pass computes
-    again without fp8. `torch.compile` breaks the graph at a call with gradients, so that
-    `fullgraph=True` fails for one.
+    again without fp8.
 
     A finite key or value that no query sees does not reach the output itself, but it has a part in
     the scale that it shares with visible ones, and a key in the mean that is subtracted.
@@ -134,24 +131,18 @@ def attention(
     >>> float((bsk.fp8.attention(q, k, v, causal=True) - exact).norm() / exact.norm()) < 0.05
     True
     """
-    check_qkv(_OP, q, k, v, DENSE)
+    check_qkv(OP, q, k, v, DENSE)
     for arg, x in {"q": q, "k": k, "v": v}.items():
-        check_derivatives(_OP, arg, x)
-        check_dtype(_OP, arg, x, DTYPES)
+        check_derivatives(OP, arg, x)
+        check_dtype(OP, arg, x, DTYPES)
     # mixed dtypes could be rounded, but the backward pass has no attention for them
-    q, k, v = autocast_qkv(_OP, q, k, v)
-    check_choice(_OP, "impl", impl, IMPLS)
+    q, k, v = autocast_qkv(OP, q, k, v)
+    check_choice(OP, "impl", impl, IMPLS)
     options = {"causal": causal, "window": window, "block_mask": block_mask, "scale": scale}
     options["softcap"] = softcap
     exact = softcap is None and sinks is None
-    smooth = _smoothed(smooth_k, exact)
-    choice = (smooth, hadamard, impl)
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        apply: Any = _Attention.apply
-        out, lse = apply(q, k, v, sinks, options, choice)
-    else:
-        out, lse = _attend(q, k, v, sinks, options, choice)
+    choice = Choice(_smoothed(smooth_k, exact), hadamard, impl, return_lse)
+    out, lse = attend(q, k, v, sinks, options, choice)
     return (out, lse) if return_lse else out
 
 
@@ -161,98 +152,8 @@ def _smoothed(asked: Any, exact: bool) -> bool:
         return exact
     if not isinstance(asked, bool):
         got = type(asked).__name__
-        raise InvalidType(message(_OP, "smooth_k", "is not a bool", "bool or None", got))
+        raise InvalidType(message(OP, "smooth_k", "is not a bool", "bool or None", got))
     if asked and not exact:
         expected = "None or False with softcap and sinks"
-        raise InvalidInput(message(_OP, "smooth_k", "would change the result", expected, asked))
+        raise InvalidInput(message(OP, "smooth_k", "would change the result", expected, asked))
     return asked
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    options: dict[str, Any],
-    choice: tuple[bool, bool, str],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    smooth, rotate, impl = choice
-    rounding = {"auto": "auto", "triton": "triton", "sm90": "triton"}.get(impl, "eager")
-    queries = quantize(q, "block", hadamard=rotate, impl=rounding)
-    keys = quantize(k, "block", smooth=smooth, hadamard=rotate, impl=rounding)
-    values = quantize(v, "channel", transposed=True, impl=rounding)
-    out, lse = attention_in(
-        *(queries.data, keys.data, values.data),
-        **options,
-        sinks=sinks,
-        q_descale=queries.descale,
-        k_descale=keys.descale,
-        v_descale=values.descale,
-        out_dtype=q.dtype,
-        return_lse=True,
-        impl=impl,
-    )
-    if keys.mean is not None:
-        group = q.shape[1] // max(k.shape[1], 1)
-        mean = keys.mean.repeat_interleave(group, 1)
-        shift = (q.float() @ mean.unsqueeze(-1)).squeeze(-1)
-        lse = lse + scale_or_default(_OP, options["scale"], q.shape[-1]) * shift
-    return out, lse
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        options: dict[str, Any],
-        choice: tuple[bool, bool, str],
-    ) -> Any:
-        ctx.save_for_backward(q, k, v, sinks)
-        ctx.options = options
-        out, lse = _attend(q, k, v, sinks, options, choice)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
-        apply: Any = _Gradients.apply
-        wanted = ctx.needs_input_grad[:4]
-        return (*apply(dout, *ctx.saved_tensors, ctx.options, wanted), None, None)
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward pass, a function of its own so that a derivative of it raises."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        options: dict[str, Any],
-        wanted: tuple[bool, ...],
-    ) -> Any:
-        """Gradients of q, k, v and the sinks; None for those that are not wanted."""
-        leaves: list[Any] = [
-            x if x is None else x.detach().requires_grad_(needed)
-            for x, needed in zip((q, k, v, sinks), wanted, strict=True)
-        ]
-        q, k, v, sinks = leaves
-        with torch.enable_grad():
-            out = attention_in(q, k, v, sinks=sinks, **options)
-        needed = [x for x, needed in zip(leaves, wanted, strict=True) if needed]
-        made = iter(torch.autograd.grad(out, needed, dout))
-        return tuple(next(made) if needed else None for needed in wanted)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refused, as by `bsk.attention`."""
-        raise Unsupported(
-            f"{_OP}: no backward of the backward; use torch's own attention for second derivatives"
-        )

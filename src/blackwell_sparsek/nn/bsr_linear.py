@@ -204,7 +204,8 @@ density=0.25, bias=True, activation='gelu')
         Each block has a scale, the buffer `descale`. The layer rounds its inputs as well, 128
         channels of a token by a scale of their own, and multiplies in fp8; its outputs have the
         dtype of its inputs. It has no gradients: inputs that require one are refused. Moving it to
-        another dtype, as with `model.half()`, leaves values and scales as they are.
+        another dtype, as with `model.half()`, leaves values and scales as they are; float64 and
+        other dtypes that its inputs cannot have raise `InvalidType`.
 
         A subclass makes one of itself, by its own `from_matrix`, as it does in `from_linear`;
         attributes that it added are not copied.

@@ -13,10 +13,11 @@ import torch
 import torch.nn as nn
 
 from ..core.checks import check_dtype, check_shape, check_tensor, message
-from ..core.errors import BskError, InvalidInput
+from ..core.errors import BskError, InvalidInput, InvalidType
 from ..core.fp8 import E4M3
 from ..core.torch_state import usable_in_training
 from ..core.transfer import is_capturing
+from ..fp8.api import DTYPES as INPUT_DTYPES
 from ..launch.launcher import cdiv
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
@@ -327,14 +328,25 @@ class BSRWeight(nn.Module):
         """`fn`, which moves values in fp8 and their scales, but does not cast them.
 
         `model.half()` is meant for the other layers of a model: in another dtype, values without
-        their scales would be another weight.
+        their scales would be another weight. A dtype that inputs of the layer cannot have is
+        refused here, because calls with such inputs would fail later.
         """
-        kept = (self.values, self.descale) if self.descale is not None else ()
+        if self.descale is None:
+            return fn
+        kept = (self.values, self.descale)
 
         def moved(x: torch.Tensor) -> torch.Tensor:
             made = fn(x)
-            cast = made.dtype != x.dtype and any(x is y for y in kept)
-            return x.to(made.device) if cast else made
+            if made.dtype == x.dtype:
+                return made
+            if made.dtype not in INPUT_DTYPES:
+                dtypes = ", ".join(map(str, INPUT_DTYPES))
+                instead = "BSRLinear.from_matrix(layer.weight.dequantize(), layer.bias)"
+                expected = f"one of {dtypes} (to compute in another, use {instead})"
+                problem = "is cast to a dtype that products in fp8 do not take"
+                op = type(self).__name__
+                raise InvalidType(message(op, "a layer in fp8", problem, expected, made.dtype))
+            return x.to(made.device) if any(x is y for y in kept) else made
 
         return moved
 
