@@ -172,9 +172,12 @@ def test_wrong_scales(shape):
         bsk.attention_decode(**call, v_scale=torch.ones(shape))
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k_scale", "v_scale"])
 def test_gradients_are_refused_and_not_dropped(name):
     call = inputs()
+    if "scale" in name:
+        call |= {cache: call[cache].to(FP8) for cache in ("k_cache", "v_cache")}
+        call[name] = torch.ones(2)
     call[name].requires_grad_()
     with pytest.raises(Unsupported, match=f"attention_decode: {name} requires a gradient"):
         bsk.attention_decode(**call)

@@ -12,7 +12,7 @@ from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode
 from blackwell_sparsek.testing.poison import poisoned_empty
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.sm90
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 MLA = DecodeCase(2, BRAIN, heads=(128, 1), head_dims=(576, 512), latent=True)
@@ -27,9 +27,6 @@ def paired(request, monkeypatch):
 
 
 def run(call):
-    why = tuning.why_not_sm90(call.problem)
-    if why is not None:
-        pytest.skip(why)
     with poisoned_empty():
         return sm90_latent.decode(call)
 

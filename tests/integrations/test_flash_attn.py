@@ -386,6 +386,24 @@ def test_with_kvcache_of_fp8():
         assert_within_budget(out[b], exact, plain)
 
 
+@pytest.mark.parametrize("options", [
+    {"attention_chunk": 8}, {"alibi_slopes": torch.ones(4)}, {"seqused_q": int32(3, 3)},
+    {"seqused_k": int32(3, 3)},
+])  # fmt: skip
+@pytest.mark.parametrize("factor", [None, torch.ones(2, 2)])
+def test_what_inputs_in_fp8_do_not_go_with(options, factor):
+    """It is named, rather than a factor that would be in order without it."""
+    (name,) = options
+    tensors = [x.to(E4M3) for x in qkv(sk=19, dtype=torch.float32)]
+    refused = pytest.raises(Unsupported, match=f"{name} is not supported with q, k and v in .*e4m3")
+    if not name.startswith("seqused"):
+        with refused:
+            flash_attn_func(*tensors, **options, q_descale=factor)
+    packed, offsets = [x.flatten(0, 1) for x in tensors], int32(0, 19, 38)
+    with refused:
+        flash_attn_varlen_func(*packed, offsets, offsets, 19, 19, **options, q_descale=factor)
+
+
 def quantised_cache(dim=16):
     """Keys and values `[2, B, S, Hkv, D]` of three sequences in fp8."""
     return normal(2, 3, 32, 2, dim, seed=2).to(E4M3)
@@ -456,15 +474,48 @@ def test_fp8_queries_over_a_cache(form, paged, factors):
     ({"q_descale": torch.ones(2, 2)}, InvalidInput, r"q_descale has a wrong shape; .*\[3, 2\]"),
     ({"k_descale": torch.ones(3, 4)}, InvalidInput, "k_descale has a wrong shape"),
     ({"v_descale": 2.0}, InvalidType, "v_descale"),
+    ({"k_descale": torch.ones(1, 1).expand(7, 5)}, InvalidInput, "k_descale has a wrong shape"),
+    ({"v_descale": torch.ones(1, 3, 2)}, InvalidInput, "v_descale has a wrong shape"),
+    ({"k_descale": torch.ones(3, 2, dtype=torch.float64)}, InvalidType, "k_descale .*float32"),
+    ({"q_descale": int32(2)}, InvalidType, "q_descale has an unsupported dtype"),
+    ({"v_descale": torch.ones(3, 2, requires_grad=True)}, InvalidInput, "v_descale requires"),
+    ({"k_descale": torch.ones(2, requires_grad=True)}, InvalidInput, "k_descale requires"),
+    ({"q": torch.zeros(3, 1, 3, 16).to(E4M3), "q_descale": torch.ones(3, 2)}, InvalidInput,
+     "q has a wrong number of heads; expected a multiple of 2"),
     ({"v_cache": quantised_cache()[1].half()}, InvalidType, "v_cache has another dtype than q"),
     ({"k": torch.zeros(3, 1, 2, 16), "v": torch.zeros(3, 1, 2, 16)}, InvalidType,
      "k has another dtype than q"),
 ])  # fmt: skip
 def test_refusals_of_fp8_queries(options, error, match):
     k, v = quantised_cache()
-    q = torch.zeros(3, 1, 4, 16).to(E4M3)
+    q, v_cache = torch.zeros(3, 1, 4, 16).to(E4M3), options.get("v_cache", v)
+    others = {arg: x for arg, x in options.items() if arg not in ("q", "v_cache")}
     with pytest.raises(error, match="flash_attn_with_kvcache: .*" + match):
-        flash_attn_with_kvcache(q, k, options.pop("v_cache", v), cache_seqlens=7, **options)
+        flash_attn_with_kvcache(options.get("q", q), k, v_cache, cache_seqlens=7, **others)
+
+
+@pytest.mark.parametrize("changes, error, match", [
+    ({"v": quantised_cache()[1].half()}, InvalidType, "v has another dtype than q"),
+    ({"k": quantised_cache()[0][0]}, InvalidInput, "k has a wrong rank"),
+    ({"q": torch.zeros(4, 16).to(E4M3)}, InvalidInput, "q has a wrong rank"),
+    ({"cu_seqlens_q": torch.tensor(3)}, InvalidType, "cu_seqlens_q"),
+])  # fmt: skip
+def test_refusals_of_fp8_queries_over_pages(changes, error, match):
+    """By the names that this function has for its arguments."""
+    k, v = quantised_cache()
+    given = {"q": torch.zeros(3, 4, 16).to(E4M3), "k": k, "v": v, "cu_seqlens_q": int32(0, 1, 3)}
+    sizes = {"cu_seqlens_k": None, "max_seqlen_q": 2, "max_seqlen_k": 32, "seqused_k": int32(7, 9)}
+    with pytest.raises(error, match="flash_attn_varlen_func: " + match):
+        flash_attn_varlen_func(**{**given, **changes}, **sizes, page_table=int32(0, 1).view(2, 1))
+
+
+def test_factors_of_a_cache_for_queries_in_16_bits():
+    """An expanded factor of another cache is not cut down to fit."""
+    k, v = quantised_cache()
+    q = normal(3, 1, 4, 16, seed=1, dtype=torch.bfloat16)
+    for sizes in ((7, 5), (3, 4), (2, 2)):
+        with pytest.raises(InvalidInput, match="v_descale has a wrong shape; expected one element"):
+            flash_attn_with_kvcache(q, k, v, v_descale=torch.ones(1, 1).expand(sizes))
 
 
 def test_all_of_a_cache_by_default():
@@ -511,8 +562,52 @@ COS = torch.ones(40, 4)
     ({**NEW, "cache_seqlens": 33}, InvalidInput, r"slot_mapping\[0\] is out of range"),
     ({"k_descale": torch.ones(2, 2)}, Unsupported, "k_descale per sequence is supported with"),
     ({"window_size": 3}, InvalidInput, "window_size is malformed"),
+    ({"window_size": (3.5, 0)}, InvalidInput, "window_size is malformed"),
+    ({"cache_seqlens": 34}, InvalidInput, "cache_seqlens is out of range; expected at most 33"),
+    ({"cache_seqlens": -1}, InvalidInput, "cache_seqlens is too small"),
+    ({"cache_seqlens": 5.7}, InvalidType, "cache_seqlens is not an int"),
+    ({"cache_seqlens": [5, 7]}, InvalidType, "cache_seqlens is not an int"),
     ({"cu_seqlens_q": int32(0, 19, 38)}, InvalidInput, r"q has a wrong rank; expected \[T, H, D\]"),
 ])  # fmt: skip
 def test_refusals_with_kvcache(options, error, match):
     with pytest.raises(error, match=match):
         flash_attn_with_kvcache(*qkv(), **options)
+
+
+PACKED_NEW = {name: x.flatten(0, 1) for name, x in NEW.items()}
+TURNS = {"rotary_cos": COS, "rotary_sin": COS}
+NO_PAGES = {"page_table": TABLE[:, :0]}
+
+
+@pytest.mark.parametrize("options, error, match", [
+    ({"cache_seqlens": int32(5)}, InvalidInput, r"cache_seqlens has a wrong shape; expected \[2\]"),
+    ({"cache_seqlens": int32(5, 7, 9)}, InvalidInput, "cache_seqlens has a wrong shape"),
+    ({"cache_seqlens": torch.tensor([5.0, 7.0])}, InvalidType, "cache_seqlens"),
+    ({**TURNS, "rotary_seqlens": int32(1, 2, 3)}, InvalidInput, "rotary_seqlens has a wrong shape"),
+    ({**TURNS, "rotary_seqlens": torch.tensor([1.7, 2.2])}, InvalidType, "rotary_seqlens"),
+    ({"cache_leftpad": int32(1)}, InvalidInput, "cache_leftpad has a wrong shape"),
+    ({"cache_batch_idx": int32(0, 1, 0)}, InvalidInput, "cache_batch_idx has a wrong shape"),
+    ({"page_table": TABLE, "cache_batch_idx": torch.tensor([1.2, 0.0])}, InvalidType,
+     "cache_batch_idx"),
+    ({"page_table": TABLE[:1]}, InvalidInput, r"page_table has a wrong shape; expected \[2, max_p"),
+    ({"page_table": TABLE.float()}, InvalidType, "page_table"),
+    ({**NO_PAGES, "cache_seqlens": int32(0, 0)}, InvalidInput, r"slot_mapping\[0\] is out of"),
+    ({"k": NEW["k"][:1]}, InvalidInput, r"k has a wrong shape; expected \[2, 1, 2, 16\]"),
+    ({"v": NEW["v"][:1]}, InvalidInput, r"v has a wrong shape; expected \[2, 1, 2, 24\]"),
+    ({**PACKED_NEW, "cu_seqlens_k_new": int32(0, 2)}, InvalidInput,
+     r"cu_seqlens_k_new has a wrong shape; expected \[3\]"),
+    ({**PACKED_NEW, "cu_seqlens_k_new": int32(0, 1, 1, 2)}, InvalidInput, "cu_seqlens_k_new"),
+    ({**PACKED_NEW, "cu_seqlens_k_new": int32(1, 1, 2)}, InvalidInput, r"cu_seqlens_k_new\[0\]"),
+    ({**PACKED_NEW, "cu_seqlens_k_new": int32(0, 2, 1)}, InvalidInput, r"k_new\[2\] falls"),
+    ({**PACKED_NEW, "cu_seqlens_k_new": int32(0, 1, 3)}, InvalidInput,
+     r"cu_seqlens_k_new\[2\] is out of range; expected at most 2"),
+])  # fmt: skip
+def test_numbers_are_checked_before_they_are_used(options, error, match):
+    """Nothing is written to the cache, and nothing is looked up that is not there."""
+    q, *caches = qkv()
+    if "page_table" in options:
+        caches = [x.reshape(6, 11, *x.shape[2:]) for x in caches]
+    before = [x.clone() for x in caches]
+    with pytest.raises(error, match=match):
+        flash_attn_with_kvcache(q, *caches, **{**NEW, "cache_seqlens": int32(5, 7), **options})
+    assert all(x.equal(y) for x, y in zip(caches, before, strict=True))

@@ -219,4 +219,12 @@ def test_refusals(changes, error, match):
 def test_gradients_are_refused():
     k_cache, v_cache, k, v, slots = make()
     with pytest.raises(InvalidInput, match="k requires gradients"):
-        bsk.kv_append(k_cache, v_cache, k.requires_grad_(), v, slot_mapping=slots)
+        bsk.kv_append(k_cache, v_cache, k.clone().requires_grad_(), v, slot_mapping=slots)
+    caches, scale = [x.to(FP8) for x in (k_cache, v_cache)], torch.ones((), requires_grad=True)
+    with pytest.raises(InvalidInput, match="v_scale requires gradients, which do not flow"):
+        bsk.kv_append(*caches, k, v, slot_mapping=slots, v_scale=scale)
+    rotary = bsk.Rotary(torch.ones(9, 2), torch.zeros(9, 2, requires_grad=True))
+    with pytest.raises(InvalidInput, match=r"rotary\.sin requires gradients"):
+        bsk.kv_append(
+            k_cache, v_cache, k, v, slot_mapping=slots, rotary=rotary, positions=slots.clamp(0, 8)
+        )

@@ -8,6 +8,7 @@ import torch
 import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.masks.band import Band
+from blackwell_sparsek.ragged import api
 from blackwell_sparsek.reference.ragged import attention_ragged as oracle
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, check_ragged, draw_ragged_case
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -247,6 +248,20 @@ def test_wrong_pages_are_named():
         bsk.attention_varlen(*args, **options)
 
 
+def test_a_replay_tells_missing_offsets_from_those_that_are_passed_twice(monkeypatch):
+    """It comes before all checks, which refuse a call that names no keys."""
+    asked = []
+    monkeypatch.setattr(api, "repeat", lambda cache, *given: asked.append(given))
+    q, offsets = torch.randn(6, 2, 16), torch.tensor([0, 2, 6], dtype=torch.int32)
+    used = torch.tensor([1, 3], dtype=torch.int32)
+    sizes = {"max_seqlen_q": 4, "max_seqlen_k": 4, "seqused_k": used}
+    bsk.attention_varlen(q, q, q, offsets, offsets, **sizes)
+    with pytest.raises(InvalidInput, match="must name the keys"):
+        bsk.attention_varlen(q, q, q, offsets, **sizes)
+    (of_pair, _), (of_none, _) = asked
+    assert of_pair != of_none
+
+
 def test_out_must_not_overlap():
     call = RaggedCase(9, torch.float32).build("cpu")
     args, options = arguments(call)
@@ -254,11 +269,14 @@ def test_out_must_not_overlap():
         bsk.attention_varlen(*args, **options, out=args[0])
 
 
-@pytest.mark.parametrize("arg", ["q", "k", "sinks"])
+@pytest.mark.parametrize("arg", ["q", "k", "sinks", "k_scale", "v_scale"])
 def test_gradients_are_refused(arg):
     call = RaggedCase(10, torch.float32, sinks=True).build("cpu")
     args, options = arguments(call)
-    tensor = {"q": args[0], "k": args[1], "sinks": options["sinks"]}[arg].requires_grad_()
+    if "scale" in arg:
+        args = [args[0], *(x.to(torch.float8_e4m3fn) for x in args[1:3]), *args[3:]]
+        options[arg] = torch.ones(())
+    tensor = {"q": args[0], "k": args[1], **options}[arg].requires_grad_()
     with pytest.raises(Unsupported, match=f"{arg} requires a gradient, which a cache does not"):
         bsk.attention_varlen(*args, **options)
     with torch.no_grad():

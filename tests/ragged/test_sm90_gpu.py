@@ -11,14 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.calls.ragged import RaggedCall
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.ragged.sm90 import attention_ragged, launch_attn_ragged_sm90
 from blackwell_sparsek.ragged.tuning import ragged_sm90_config, takes_steps, why_not_sm90
 from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.ragged_cases import RaggedCase, check_ragged, draw_ragged_case
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.sm90
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 # decoding steps, a chunk of a prompt, whole prompts, and a sequence without queries
@@ -27,12 +26,6 @@ MIXED = RaggedCase(
     head_dims=(128, 128),
 )  # fmt: skip
 PAGED = dataclasses.replace(MIXED, layout="paged")
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
 
 
 def attend(call, programs=None):
@@ -218,31 +211,46 @@ def test_a_wrong_page_of_a_step_spoils_only_its_row():
     assert spoiled.out.equal(good[0]) and spoiled.lse.equal(good[1])
 
 
-def test_a_graph_of_steps_follows_offsets_and_lengths():
-    call = STEPS.build("cuda")
-    arguments = (call.q.nan_to_num(), call.k, call.v, call.cu_seqlens_q)
-    options = {
-        "max_seqlen_q": 1, "cache_seqlens": call.seqlens_k, "page_table": call.page_table,
-        "causal": True, "impl": "sm90", "return_lse": True,
-    }  # fmt: skip
-    bsk.attention_varlen(*arguments, **options)
+def attend_in_pages(call):
+    """The public function, with keys in pages."""
+    return bsk.attention_varlen(
+        call.q, call.k, call.v, call.cu_seqlens_q, max_seqlen_q=call.max_q,
+        cache_seqlens=call.seqlens_k, page_table=call.page_table, causal=True, impl="sm90",
+        return_lse=True,
+    )  # fmt: skip
+
+
+def replays(call, lengths):
+    """Capture a call once and replay it; `(q_lens, kv_lens)` of its sequences change under it."""
+    attend_in_pages(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = bsk.attention_varlen(*arguments, **options)
-    for q_lens, kv_lens in (
-        ((1, 1, 1, 1, 1, 1, 1), (700, 50, 129, 0, 3000, 9, 1)),
-        ((0, 0, 1, 0, 1, 1, 0), (3, 5, 100, 8, 2000, 0, 1)),
-    ):
+        out, lse = attend_in_pages(call)
+    for q_lens, kv_lens in lengths:
         call.cu_seqlens_q.copy_(torch.tensor([0, *q_lens]).cumsum(0))
         call.seqlens_k.copy_(torch.tensor(kv_lens))
         graph.replay()
-        again = bsk.attention_varlen(*arguments, **options)
-        assert out.equal(again[0]) and lse.equal(again[1])
-        host = RaggedCall(
-            out.cpu(), lse.cpu(), *(x.cpu() for x in arguments), 1, call.max_k, call.scale,
-            seqlens_k=call.seqlens_k.cpu(), page_table=call.page_table.cpu(), band=Band(None, 0),
-        )  # fmt: skip
-        check_ragged(host, what=str(q_lens), on_gpu=True)
+        yield dataclasses.replace(call, out=out, lse=lse)
+
+
+def check_on_host(call):
+    """Against the oracle on the host."""
+    host = {name: x.cpu() for name, x in vars(call).items() if torch.is_tensor(x)}
+    offsets = call.cu_seqlens_q.tolist()
+    check_ragged(dataclasses.replace(call, **host), what=f"offsets {offsets}", on_gpu=True)
+
+
+def test_a_graph_of_steps_follows_offsets_and_lengths():
+    call = STEPS.build("cuda")
+    call = dataclasses.replace(call, q=call.q.nan_to_num(), sinks=None)
+    lengths = (
+        ((1, 1, 1, 1, 1, 1, 1), (700, 50, 129, 0, 3000, 9, 1)),
+        ((0, 0, 1, 0, 1, 1, 0), (3, 5, 100, 8, 2000, 0, 1)),
+    )
+    for given in replays(call, lengths):
+        again, lse_again = attend_in_pages(call)
+        assert given.out.equal(again) and given.lse.equal(lse_again)
+        check_on_host(given)
 
 
 def test_one_long_sequence_is_shared_by_all_programs():
@@ -309,26 +317,12 @@ def test_a_length_out_of_range_gives_nan():
 
 def test_a_graph_follows_lengths_and_tables():
     """Captured once; lengths, offsets and tables change under it."""
-    call = PAGED.build("cuda")
-    arguments = (call.q, call.k, call.v, call.cu_seqlens_q)
-    options = {
-        "max_seqlen_q": 300, "cache_seqlens": call.seqlens_k, "page_table": call.page_table,
-        "causal": True, "impl": "sm90", "return_lse": True,
-    }  # fmt: skip
-    bsk.attention_varlen(*arguments, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = bsk.attention_varlen(*arguments, **options)
-    for q_lens, kv_lens in (
+    lengths = (
         ((1,) * 6, (700, 400, 1, 50, 300, 129)),
         ((300, 0, 0, 1, 100, 7), (301, 5, 0, 50, 300, 129)),
-    ):
-        call.cu_seqlens_q.copy_(torch.tensor([0, *q_lens]).cumsum(0))
-        call.seqlens_k.copy_(torch.tensor(kv_lens))
-        graph.replay()
-        given = dataclasses.replace(call, out=out, lse=lse)
-        host = {name: x.cpu() for name, x in vars(given).items() if torch.is_tensor(x)}
-        check_ragged(dataclasses.replace(given, **host), what=str(q_lens), on_gpu=True)
+    )
+    for given in replays(PAGED.build("cuda"), lengths):
+        check_on_host(given)
 
 
 def test_the_public_call_names_it():

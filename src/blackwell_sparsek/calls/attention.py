@@ -111,6 +111,18 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(shape, dtype=lse_dtype(q.dtype))
 
 
+def returned(
+    results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What the caller gets of the tensors that a call allocated.
+
+    `results` begin with the output, unless it was given as `out`; lse follows.
+    """
+    if out is not None:
+        return (out, results[0]) if return_lse else out
+    return (results[0], results[1]) if return_lse else results[0]
+
+
 def empty_gradients(
     inputs: Sequence[torch.Tensor | None], needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:

@@ -45,6 +45,12 @@ class SparseAttnSpec(NamedTuple):
         """Whether sequences are packed along one token axis."""
         return self.cu_seqlens_q is not None
 
+    @property
+    def limit_right(self) -> int:
+        """How many keys past its own position a query may see: `limit.right`, or UNBOUNDED."""
+        _, right = self.limit.scalars()
+        return right
+
 
 class SparseAttnGradients(NamedTuple):
     """The tensors that receive the gradients of a call; None for those that are not wanted."""

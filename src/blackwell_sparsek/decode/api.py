@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..attention.inputs import overlaps
+from ..calls.attention import returned
 from ..calls.decode import values_are_keys
 from ..core.checks import check_choice
 from ..core.env import IMPLS
@@ -216,7 +217,7 @@ def attention_decode(
             inputs, options = (q, k_cache, None, *tensors), (*options, v_cache.shape[-1])
             results = repeat(_RECORDED, options, inputs)
             if results is not None:
-                return _returned(results, out, return_lse)
+                return returned(results, out, return_lse)
         if sinks is None or sinks.is_contiguous():
             wanted = (out is None) + return_lse
             results = record(
@@ -225,16 +226,7 @@ def attention_decode(
         else:
             # these sinks are copied, and a replay would read this call's copy
             results = decode(call, impl)
-    return _returned(results, out, return_lse)
-
-
-def _returned(
-    results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What the caller gets of the results that a call allocated."""
-    if out is not None:
-        return (out, results[0]) if return_lse else out
-    return (results[0], results[1]) if return_lse else results[0]
+    return returned(results, out, return_lse)
 
 
 def check_decode_inputs(

@@ -170,6 +170,7 @@ def check_cache_scale(op: str, arg: str, scale: Any, heads: int, cache: torch.Te
     if scale is None:
         return
     check_tensor(op, arg, scale)
+    check_derivatives(op, arg, scale)
     check_dtype(op, arg, scale, [torch.float32])
     if cache.dtype != FP8:
         raise InvalidInput(message(op, arg, "scales a cache that is not", FP8, cache.dtype))
@@ -212,7 +213,7 @@ def refuse_gradients(op: str, call: DecodeCall) -> None:
     if not torch.is_grad_enabled():
         return
     tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "sinks": call.sinks}
-    for arg, x in tensors.items():
+    for arg, x in {**tensors, "k_scale": call.k_scale, "v_scale": call.v_scale}.items():
         if x is not None and x.requires_grad:
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which decoding does not have; call it under "

@@ -278,8 +278,8 @@ def _routed(route: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 def _sides(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
     """The band of flash attention's arguments, where None and -1 mean unbounded."""
-    sides = [None if side is None or side < 0 else int(side) for side in (left, right)]
-    return Band(sides[0], 0 if is_causal else sides[1]).scalars()
+    left, right = (None if side is None or side < 0 else int(side) for side in (left, right))
+    return Band(left, 0 if is_causal else right).scalars()
 
 
 def sdpa_forward(

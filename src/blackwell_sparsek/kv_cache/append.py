@@ -23,7 +23,16 @@ from ..core.errors import InvalidInput
 from ..dispatch.dispatcher import Dispatcher, interpreted_only
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
-from .layout import CONTIGUOUS, FP8, INDICES, NEW, PAGED, STORED, check_scale
+from .layout import (
+    CONTIGUOUS,
+    FP8,
+    INDICES,
+    NEW,
+    PAGED,
+    STORED,
+    check_no_gradient,
+    check_scale,
+)
 from .slots import Rotary, append_to_slots, as_stored, put_tokens, why_not_triton
 
 _OP = "kv_append"
@@ -188,10 +197,7 @@ def check_new(
         check_dtype(op, arg, x, allowed)
         check_rank(op, arg, x, "[B, Hkv, T, D]")
         check_last_dim_contiguous(op, arg, x)
-        if torch.is_grad_enabled() and x.requires_grad:
-            expected = "torch.no_grad(), or a detached tensor"
-            problem = "requires gradients, which do not flow through a cache"
-            raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))
+        check_no_gradient(op, arg, x)
     check_same_dtype(op, {"k": k, "v": v})
     batch = k.shape[0] if paged else k_cache.shape[0]
     heads = k_cache.shape[2] if paged else k_cache.shape[1]

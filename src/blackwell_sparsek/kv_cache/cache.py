@@ -94,7 +94,7 @@ class KVCache:
         self._account([0] * batch, [0] * batch)
 
     def _account(self, before: list[int], counts: list[int]) -> None:
-        """Allocate the accounts: lengths before the last reservation, its counts, lengths after."""
+        """Set the lengths before the last reservation, its counts, and the lengths after it."""
         self._host_lengths = [a + b for a, b in zip(before, counts, strict=True)]
         self._reserved = counts
         rows = aligned_rows([before, counts, self._host_lengths])

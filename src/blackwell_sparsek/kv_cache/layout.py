@@ -30,6 +30,15 @@ def check_scale(
     if scale.dim() > 1 or scale.numel() not in (1, heads):
         expected = f"one element or [{heads}]"
         raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(scale.shape)))
+    check_no_gradient(op, arg, scale)
+
+
+def check_no_gradient(op: str, arg: str, x: torch.Tensor) -> None:
+    """Refuse a tensor that wants a gradient, which would silently be missing."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        expected = "torch.no_grad(), or a detached tensor"
+        problem = "requires gradients, which do not flow through a cache"
+        raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))
 
 
 def scale_tensor(

@@ -295,9 +295,11 @@ class PagedKVCache:
         """Rows of the table; a view if they are consecutive."""
         if rows and rows == list(range(rows[0], rows[0] + len(rows))):
             return self._table[rows[0] : rows[0] + len(rows)]
-        if self._last_rows is None or self._last_rows[0] != rows:
-            self._last_rows = (rows, to_device(rows, torch.int64, self.k.device))
-        return self._table.index_select(0, self._last_rows[1])
+        last, index = self._last_rows or (None, None)
+        if index is None or last != rows:
+            index = to_device(rows, torch.int64, self.k.device)
+            self._last_rows = (rows, index)
+        return self._table.index_select(0, index)
 
     def _apply(self, growth: Growth) -> None:
         """Bring the device up to date: copied pages, entries of the page table."""

@@ -26,7 +26,7 @@ from ..dispatch.dispatcher import Dispatcher, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
-from .layout import FP8, INDICES, NEW, PAGED, STORED, check_scale
+from .layout import FP8, INDICES, NEW, PAGED, STORED, check_no_gradient, check_scale
 
 _OP = "kv_append"
 E4M3_MAX = 448.0
@@ -135,10 +135,7 @@ def _check(
         check_dtype(_OP, arg, x, NEW if k_cache.dtype == FP8 else [k_cache.dtype])
         check_rank(_OP, arg, x, "[T, H, D]")
         check_last_dim_contiguous(_OP, arg, x)
-        if torch.is_grad_enabled() and x.requires_grad:
-            expected = "torch.no_grad(), or a detached tensor"
-            problem = "requires gradients, which do not flow through a cache"
-            raise InvalidInput(message(_OP, arg, problem, expected, "requires_grad=True"))
+        check_no_gradient(_OP, arg, x)
     check_same_dtype(_OP, new)
     tokens, heads = k.shape[0], k_cache.shape[2]
     check_shape(_OP, "k", k, (tokens, heads, k_cache.shape[3]))
@@ -177,6 +174,7 @@ def _check_rotary(cos: Any, sin: Any, head_dim: int) -> None:
         check_dtype(_OP, arg, x, NEW[:3])
         check_rank(_OP, arg, x, "[positions, R / 2]")
         check_last_dim_contiguous(_OP, arg, x)
+        check_no_gradient(_OP, arg, x)
     check_same_dtype(_OP, {"rotary.cos": cos, "rotary.sin": sin})
     check_shape(_OP, "rotary.sin", sin, cos.shape)
     if not 1 <= cos.shape[1] <= head_dim // 2:

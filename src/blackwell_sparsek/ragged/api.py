@@ -6,6 +6,7 @@ import torch
 
 from ..attention.api import attention_varlen as attention_packed
 from ..attention.inputs import overlaps
+from ..calls.attention import returned
 from ..calls.ragged import RaggedCall
 from ..core.checks import check_choice, check_tensor, is_differentiated_by_func, message
 from ..core.env import IMPLS
@@ -340,6 +341,8 @@ def attention_varlen(
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
         *(scale, softcap, batch_invariant, deterministic, impl),
+        # offsets that are missing are not those that are passed twice
+        cu_seqlens_k is None,
     )
     # replay identifies tensors by address, and the same offsets may be passed twice
     own_offsets = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
@@ -397,9 +400,7 @@ def attention_varlen(
                 operands=1,
                 wanted=wanted,
             )
-    if out is not None:
-        return (out, results[0]) if return_lse else out
-    return (results[0], results[1]) if return_lse else results[0]
+    return returned(results, out, return_lse)
 
 
 def _wants_gradients(*tensors: Any) -> bool:

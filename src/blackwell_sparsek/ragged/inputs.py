@@ -227,7 +227,8 @@ def refuse_gradients(op: str, call: RaggedCall, why: str) -> None:
     if not torch.is_grad_enabled():
         return
     inputs = {"q": call.q, "k": call.k, "v": call.v, "sinks": call.sinks}
-    for arg, x in {**inputs, "alibi_slopes": call.alibi_slopes}.items():
+    factors = {"alibi_slopes": call.alibi_slopes, "k_scale": call.k_scale, "v_scale": call.v_scale}
+    for arg, x in {**inputs, **factors}.items():
         if x is not None and x.requires_grad:
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which {why} does not have; call it under "

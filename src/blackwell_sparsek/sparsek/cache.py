@@ -98,8 +98,8 @@ class SparsekCache:
         self.k, self.v, self.u = k, v, u
         self.tokens += tokens
         # dropped tokens lie at or below every later threshold: the sum is over those that are left
-        made: Any = sparsek(u, self.weight, return_threshold=True)
-        tau = made[1][..., None]
+        _, tau = sparsek(u, self.weight, return_threshold=True)
+        tau = tau[..., None]
         self.tau = tau if self.tau is None else torch.maximum(self.tau, tau)
         if u.shape[2] >= 2 * self._at_last_drop:
             self._drop()

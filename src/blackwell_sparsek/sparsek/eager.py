@@ -50,7 +50,7 @@ def forward(call: SparsekCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def flat_k(call: SparsekCall | PrefixSparsekCall) -> torch.Tensor:
     """k of each row, in the precision of the thresholds."""
-    z = call[0]
+    z = call.z if isinstance(call, SparsekCall) else call.u
     dtype, rows = compute_dtype(z.dtype), z.shape[:-1]
     if not isinstance(call.k, torch.Tensor):
         return torch.full((rows.numel(),), call.k, dtype=dtype, device=z.device)

@@ -187,8 +187,8 @@ class TestSelection:
 
     def test_the_model(self, name):
         """A small MiniMax-M3 text model, against the mask that it makes for SDPA itself."""
-        modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
         from transformers import MiniMaxM3VLTextConfig
+        from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
         config = MiniMaxM3VLTextConfig(
             vocab_size=64,

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers", minversion="5.17")
 
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.fp8.api import quantize
 from blackwell_sparsek.integrations.huggingface import BlockSparse, Fp8, register
+from blackwell_sparsek.integrations.huggingface.fp8 import attend_prompt
+from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 from .conftest import build
@@ -160,3 +163,21 @@ def run(name, cache, **options):
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_a_traced_call_leaves_nothing_behind():
+    """What it made are no numbers; later calls with the same scales got them."""
+    fp8 = Fp8(0.37, 1.9)
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key):
+            return attend_prompt(query, key, key, fp8, causal=True)
+
+    query = normal(1, 4, 8, 16, seed=1, dtype=torch.bfloat16)
+    key = normal(1, 2, 8, 16, seed=2).to(E4M3)
+    exported = torch.export.export(Attention(), (query, key), strict=False)
+    out = Attention()(query, key)
+    assert type(out) is torch.Tensor and out.equal(exported.module()(query, key))
+    # nor is anything of a real call mixed into a traced one
+    with FakeTensorMode() as mode:
+        Attention()(mode.from_tensor(query), mode.from_tensor(key))

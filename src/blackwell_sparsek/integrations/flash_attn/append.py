@@ -1,13 +1,89 @@
 """What `flash_attn_with_kvcache` does before it attends: new keys and values go into the cache."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...core.checks import message
+from ...core.checks import check_rank, check_shape, check_tensor, message
 from ...core.errors import InvalidInput
+from ...decode.inputs import check_indices
 from ...kv_cache.append import kv_append
+from ...kv_cache.layout import INDICES
 from ...kv_cache.slots import Rotary
+from ...masks.packed import check_cu_seqlens, check_cu_seqlens_values
+from ...ragged.inputs import checked_maximum
+
+
+def lengths_of(
+    op: str,
+    given: int | torch.Tensor | None,
+    batch: int,
+    device: torch.device,
+    k_cache: torch.Tensor,
+    pages: torch.Tensor | None,
+    k: torch.Tensor | None,
+) -> torch.Tensor:
+    """Lengths [B] of the sequences in a cache before new keys `k`; without any, it is full."""
+    if isinstance(given, torch.Tensor):
+        return given
+    most = k_cache.shape[1]
+    if pages is not None:
+        check_rank(op, "block_table/page_table", pages, "[B, max_pages]")
+        most *= pages.shape[1]
+    if given is None:
+        if k is not None:
+            expected = "an int or int32 [B] where k and v are appended"
+            raise InvalidInput(message(op, "cache_seqlens", "is missing", expected, None))
+        given = most
+    if checked_maximum(op, "cache_seqlens", given) > most:
+        expected = f"at most {most}, what the cache holds"
+        raise InvalidInput(message(op, "cache_seqlens", "is out of range", expected, given))
+    return torch.full((batch,), given, dtype=torch.int32, device=device)
+
+
+def check_numbers(
+    op: str,
+    q: torch.Tensor,
+    batch: int,
+    lengths: dict[str, Any],
+    pages: torch.Tensor | None,
+    rows: torch.Tensor | None,
+) -> None:
+    """Check `lengths` [B], the table of pages, and which `rows` of it or of a cache are used.
+
+    Tensors are indexed with them here. An index that is not there stops the device, and a table or
+    a list of another batch would be read without an error.
+    """
+    for arg, x in {**lengths, "cache_batch_idx": rows}.items():
+        if x is not None:
+            check_indices(op, arg, x, [batch], q)
+    if pages is not None:
+        of_table = batch if rows is None else "rows"
+        check_indices(op, "block_table/page_table", pages, [of_table, "max_pages"], q, INDICES)
+
+
+def check_new(
+    op: str, batch: int, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None
+) -> None:
+    """Check new keys and values of `batch` sequences, packed if they have offsets."""
+    for arg, x in (("k", k), ("v", v)):
+        check_tensor(op, arg, x)
+        check_rank(op, arg, x, "[B, T, Hkv, D]" if offsets is None else "[T, Hkv, D]")
+    if offsets is None:
+        check_shape(op, "k", k, (batch, *k.shape[1:]))
+    check_shape(op, "v", v, (*k.shape[:-1], v.shape[-1]))
+    if offsets is None:
+        return
+    arg = "cu_seqlens_k_new"
+    check_cu_seqlens(op, arg, offsets, device=k.device)
+    check_shape(op, arg, offsets, (batch + 1,))
+    # elsewhere it would wait for the device
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        end = int(offsets[-1])
+        check_cu_seqlens_values(op, arg, offsets, end)
+        if end > k.shape[0]:
+            expected = f"at most {k.shape[0]}, the tokens of k"
+            raise InvalidInput(message(op, f"{arg}[{batch}]", "is out of range", expected, end))
 
 
 def rows_of_table(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -66,7 +142,10 @@ def append_new(
         raise InvalidInput(message(op, missing, "is missing", expected, None))
     slot = lengths.long()[new.sequence] + new.ordinal
     size = k_cache.shape[1]
-    if pages is not None:
+    if pages is not None and pages.shape[1] == 0:
+        # there is no page to look up
+        page, room = torch.zeros_like(slot), slot < 0
+    elif pages is not None:
         ordinal = (slot // size).clamp(0, pages.shape[1] - 1)
         page = pages.long()[new.sequence, ordinal]
         room = slot < pages.shape[1] * size

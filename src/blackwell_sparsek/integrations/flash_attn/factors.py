@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.checks import check_tensor, message
+from ...core.checks import check_dtype, check_same_device, check_tensor, message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
 from ...core.fp8 import E4M3
+from ...kv_cache.layout import check_no_gradient
 
 
 class Factors(NamedTuple):
@@ -45,32 +46,45 @@ def check_fp8(op: str, **tensors: torch.Tensor) -> None:
             raise InvalidType(message(op, arg, "has another dtype than q", E4M3, x.dtype))
 
 
-def wide_queries(
-    op: str, q: torch.Tensor, factors: Factors, kv_heads: int, batch: int, sequence: torch.Tensor
-) -> WideQueries:
-    """Queries `[T, Hq, D]` of e4m3 in bf16; `sequence` [T] is the one of `batch` of each."""
-    group = q.shape[1] // max(kv_heads, 1)
-
-    def of_tokens(arg: str, factor: torch.Tensor) -> torch.Tensor:
+def check_factors(op: str, factors: Factors, q: torch.Tensor, kv_heads: int, batch: int) -> None:
+    """Check them whole: of an expanded factor, the kernels are given a part only."""
+    for name, factor in factors._asdict().items():
+        if factor is None:
+            continue
+        arg = f"{name}_descale"
+        check_tensor(op, arg, factor)
+        check_dtype(op, arg, factor, [torch.float32])
+        check_same_device(op, {"q": q, arg: factor})
         rows, heads = (1, 1, *factor.shape)[-2:]
         if factor.dim() > 2 or rows not in (1, batch) or heads not in (1, kv_heads):
             expected = f"one element, [{kv_heads}] or [{batch}, {kv_heads}]"
             raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(factor.shape)))
-        whole = factor.float().expand(rows, kv_heads).repeat_interleave(group, 1)
+        check_no_gradient(op, arg, factor)
+
+
+def wide_queries(
+    op: str, q: torch.Tensor, factors: Factors, kv_heads: int, sequence: torch.Tensor
+) -> WideQueries:
+    """Queries `[T, Hq, D]` of e4m3 in bf16; `sequence` [T] is the one of each, for its factors."""
+    group, left = divmod(q.shape[1], max(kv_heads, 1))
+    if left:
+        expected = f"a multiple of {kv_heads}, those of the keys"
+        raise InvalidInput(message(op, "q", "has a wrong number of heads", expected, q.shape[1]))
+
+    def of_tokens(factor: torch.Tensor) -> torch.Tensor:
+        rows = 1 if factor.dim() < 2 else factor.shape[0]
+        whole = factor.expand(rows, kv_heads).repeat_interleave(group, 1)
         return whole[sequence if rows > 1 else torch.zeros_like(sequence)][..., None]
 
-    for arg, factor in factors._asdict().items():
-        if factor is not None:
-            check_tensor(op, f"{arg}_descale", factor)
     wide = q.float()
     if factors.q is not None:
-        wide = wide * of_tokens("q_descale", factors.q)
+        wide = wide * of_tokens(factors.q)
     k_scale, v_scale = shared_factor(factors.k), shared_factor(factors.v)
     if factors.k is not None and k_scale is None:
-        wide = wide * of_tokens("k_descale", factors.k)
+        wide = wide * of_tokens(factors.k)
     of_result = None
     if factors.v is not None and v_scale is None:
-        of_result = of_tokens("v_descale", factors.v)
+        of_result = of_tokens(factors.v)
     return WideQueries(wide.bfloat16(), k_scale, v_scale, of_result)
 
 
@@ -86,8 +100,6 @@ def shared_factor(factor: torch.Tensor | None) -> torch.Tensor | None:
 
 def head_scale(op: str, arg: str, factor: torch.Tensor | None) -> torch.Tensor | None:
     """The factor of a cache for queries in 16 bits, which all sequences have to share."""
-    if factor is not None:
-        check_tensor(op, arg, factor)
     shared = shared_factor(factor)
     if factor is not None and shared is None:
         raise Unsupported(

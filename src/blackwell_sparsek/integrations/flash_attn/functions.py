@@ -10,9 +10,18 @@ from ...core.checks import check_rank, check_tensor, message
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
 from ...kv_cache.slots import rotated
+from ...masks.packed import check_cu_seqlens
 from ...ragged.api import attention_varlen
-from .append import append_new, places_alike, places_packed, rows_of_table
-from .factors import Factors, WideQueries, check_fp8, head_scale, wide_queries
+from .append import (
+    append_new,
+    check_new,
+    check_numbers,
+    lengths_of,
+    places_alike,
+    places_packed,
+    rows_of_table,
+)
+from .factors import Factors, WideQueries, check_factors, check_fp8, head_scale, wide_queries
 
 DENSE = "[B, S, H, D]"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
@@ -44,7 +53,11 @@ def _window(op: str, window_size: Any) -> tuple[int | None, int | None] | None:
     """flash-attn says -1 (or None) where a side is open, and takes a tensor of two numbers too."""
     if isinstance(window_size, torch.Tensor):
         window_size = window_size.tolist()
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    if (
+        not isinstance(window_size, (tuple, list))
+        or len(window_size) != 2
+        or not all(side is None or isinstance(side, (int, torch.SymInt)) for side in window_size)
+    ):
         expected = "(left, right), -1 for an open side"
         raise InvalidInput(message(op, "window_size", "is malformed", expected, window_size))
     left, right = (None if side is None or side < 0 else side for side in window_size)
@@ -189,7 +202,8 @@ def flash_attn_func(
     for arg, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, arg, x)
         check_rank(op, arg, x, DENSE)
-    descales = _descales(op, q, q_descale, k_descale, v_descale)
+    not_in_fp8 = {"attention_chunk": attention_chunk or None, "alibi_slopes": alibi_slopes}
+    descales = _descales(op, q, (q_descale, k_descale, v_descale), not_in_fp8)
     window = _window(op, window_size)
     with_lse = return_softmax_lse or return_lse
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -360,9 +374,14 @@ def flash_attn_varlen_func(
     def packed() -> tuple[torch.Tensor, torch.Tensor]:
         wide = WideQueries(q, None, None, None)
         if pages is None:
-            given = _descales(op, q, *factors)
+            chunk = attention_chunk or None
+            not_in_fp8 = {"attention_chunk": chunk, "alibi_slopes": alibi_slopes}
+            not_in_fp8 |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+            given = _descales(op, q, factors, not_in_fp8)
         else:
-            wide = _wide(op, q, cu_seqlens_q, k, v, factors)
+            caches = {"k": k, "v": v}
+            _check_packed(op, q, cu_seqlens_q, caches)
+            wide = _wide(op, q, cu_seqlens_q, caches, factors)
             given = {"k_scale": wide.k_scale, "v_scale": wide.v_scale}
         made, lse = attention_varlen(
             wide.q,
@@ -520,8 +539,11 @@ def flash_attn_with_kvcache(
         raise InvalidInput(message(op, "max_seqlen_q", "is missing", expected, None))
     batch = q.shape[0]
     if cu_seqlens_q is not None:
+        check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, device=q.device)
         batch = cu_seqlens_q.numel() - 1
-    lengths = _lengths(op, cache_seqlens, batch, q.device, k_cache, pages, k)
+    lengths = lengths_of(op, cache_seqlens, batch, q.device, k_cache, pages, k)
+    others = {"rotary_seqlens": rotary_seqlens, "cache_leftpad": cache_leftpad}
+    check_numbers(op, q, batch, {"cache_seqlens": lengths, **others}, pages, cache_batch_idx)
     window = _window(op, window_size)
     if pages is not None and cache_batch_idx is not None:
         pages, cache_batch_idx = rows_of_table(pages, cache_batch_idx), None
@@ -532,16 +554,14 @@ def flash_attn_with_kvcache(
         queries = q.reshape(batch * longest, *q.shape[2:])
         offsets = _every(batch, longest, q.device)
     factors = Factors(q_descale, k_descale, v_descale)
-    wide = _wide(op, queries, offsets, k_cache, v_cache, factors)
+    wide = _wide(op, queries, offsets, {"k_cache": k_cache, "v_cache": v_cache}, factors)
     queries = wide.q
     if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
         if k is None or v is None:
             missing = "k" if k is None else "v"
             expected = "both of k and v, also for rotary"
             raise InvalidInput(message(op, missing, "is missing", expected, None))
-        for arg, x in (("k", k), ("v", v)):
-            check_tensor(op, arg, x)
-            check_rank(op, arg, x, DENSE if cu_seqlens_k_new is None else "[T, Hkv, D]")
+        check_new(op, batch, k, v, cu_seqlens_k_new)
         if q.dtype == E4M3:
             check_fp8(op, k=k, v=v)
             # they are as they will be in the cache, and exact in bf16
@@ -605,54 +625,60 @@ def flash_attn_with_kvcache(
     return _returned(out, lse, False, return_softmax_lse)
 
 
+def _check_packed(
+    op: str, q: torch.Tensor, offsets: torch.Tensor, caches: dict[str, torch.Tensor]
+) -> None:
+    """What `_wide` reads of packed queries and of caches in pages."""
+    check_tensor(op, "q", q)
+    check_rank(op, "q", q, "[T, H, D]")
+    check_cu_seqlens(op, "cu_seqlens_q", offsets, device=q.device)
+    for arg, x in caches.items():
+        check_tensor(op, arg, x)
+        check_rank(op, arg, x, "[pages, page_size, Hkv, D]")
+
+
 def _wide(
     op: str,
     q: torch.Tensor,
     offsets: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    caches: dict[str, torch.Tensor],
     factors: Factors,
 ) -> WideQueries:
-    """Packed queries with which the kernels read an fp8 cache, and the factors of the cache."""
-    check_tensor(op, "q", q)
+    """Packed queries with which the kernels read an fp8 cache, and the factors of the cache.
+
+    `caches` are those of keys and of values, by the names of arguments.
+    """
+    if q.dtype != E4M3:
+        _refuse(op, q_descale=factors.q)
+    heads = next(iter(caches.values())).shape[2]
+    check_factors(op, factors, q, heads, offsets.numel() - 1)
     if q.dtype == E4M3:
-        check_tensor(op, "cu_seqlens_q", offsets)
-        check_fp8(op, k_cache=k_cache, v_cache=v_cache)
+        check_fp8(op, **caches)
         sequence = places_packed(offsets, q.shape[0]).sequence
-        return wide_queries(op, q, factors, k_cache.shape[-2], offsets.numel() - 1, sequence)
-    _refuse(op, q_descale=factors.q)
+        return wide_queries(op, q, factors, heads, sequence)
     k_scale = head_scale(op, "k_descale", factors.k)
     return WideQueries(q, k_scale, head_scale(op, "v_descale", factors.v), None)
 
 
-def _descales(op: str, q: torch.Tensor, *factors: torch.Tensor | None) -> dict[str, Any]:
-    """Factors of fp8 inputs for `bsk.attention`; in flash-attn 3 those of q are per KV head too."""
+def _descales(
+    op: str, q: torch.Tensor, factors: tuple[torch.Tensor | None, ...], others: dict[str, Any]
+) -> dict[str, Any]:
+    """Factors of fp8 inputs for `bsk.attention`; in flash-attn 3 those of q are per KV head too.
+
+    `others` are arguments that inputs in fp8 do not go with.
+    """
     names = ("q_descale", "k_descale", "v_descale")
     given = dict(zip(names, factors, strict=True))
     if not isinstance(q, torch.Tensor) or q.dtype != E4M3:
         _refuse(op, **given)
         return {}
+    for arg, value in others.items():
+        if value is not None:
+            raise Unsupported(
+                f"{op}: {arg} is not supported with q, k and v in {E4M3}; pass them in 16 bits"
+            )
     of_q = given["q_descale"]
     if isinstance(of_q, torch.Tensor) and of_q.dim() == 2 and of_q.shape[1] > 1:
         group = q.shape[-2] // max(of_q.shape[1], 1)
         given["q_descale"] = of_q.repeat_interleave(group, 1)
     return given
-
-
-def _lengths(
-    op: str,
-    given: int | torch.Tensor | None,
-    batch: int,
-    device: torch.device,
-    k_cache: torch.Tensor,
-    pages: torch.Tensor | None,
-    k: torch.Tensor | None,
-) -> torch.Tensor:
-    if isinstance(given, torch.Tensor):
-        return given
-    if given is None:
-        if k is not None:
-            expected = "an int or int32 [B] where k and v are appended"
-            raise InvalidInput(message(op, "cache_seqlens", "is missing", expected, None))
-        given = k_cache.shape[1] if pages is None else pages.shape[1] * k_cache.shape[1]
-    return torch.full((batch,), given, dtype=torch.int32, device=device)

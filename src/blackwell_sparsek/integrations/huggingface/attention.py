@@ -198,9 +198,10 @@ def _selection(
         raise Unsupported(f"{OP}: block_indices together with a mask of single elements")
     visible = None
     if plan.segments is not None:
-        if bool(plan.segments[0].any()):
+        q_segment, k_segment = plan.segments
+        if bool(q_segment.any()):
             raise Unsupported(f"{OP}: block_indices together with packed sequences")
-        visible = plan.segments[1] == 0
+        visible = k_segment == 0
     return mask_of_selection(block_indices, size, query, sk, visible)
 
 

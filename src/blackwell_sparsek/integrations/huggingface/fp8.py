@@ -11,7 +11,9 @@ from ...attention.api import attention
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
 from ...core.fp8 import E4M3, within_range
+from ...core.transfer import is_capturing
 from ...fp8.api import quantize
+from ...masks.device_build import untraced
 from .visible_keys import OP
 
 
@@ -93,10 +95,18 @@ def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
     return within_range(x.float() / scale, E4M3).to(E4M3)
 
 
-@lru_cache(maxsize=256)
 def scalar(value: float, device: torch.device) -> torch.Tensor:
-    """A scale on a device; kept, because copying it there would wait in every layer."""
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    """A scale on a device; kept, because every layer needs it."""
+    # what is made while a call is traced only stands for a tensor, and what is made during a
+    # capture belongs to the graph: neither must reach other calls
+    if untraced() and not is_capturing(device):
+        return _kept_scalar(value, device)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=256)
+def _kept_scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def decode_scales(fp8: Fp8 | None, key: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -153,7 +153,7 @@ class SparseKAttnBackend(AttentionBackend):
         keys, values = (
             x.unflatten(0, (-1, self.page_size)) for x in pool.get_kv_buffer(layer.layer_id)
         )
-        scales = (layer.k_scale, layer.v_scale) if keys.dtype == FP8 else (None, None)
+        is_fp8 = keys.dtype == FP8
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = queries.new_empty((*queries.shape[:2], layer.v_head_dim))
         arguments: dict[str, Any] = {
@@ -165,8 +165,8 @@ class SparseKAttnBackend(AttentionBackend):
             "scale": layer.scaling,
             "softcap": layer.logit_cap or None,
             "sinks": sinks,
-            "k_scale": scales[0],
-            "v_scale": scales[1],
+            "k_scale": layer.k_scale if is_fp8 else None,
+            "v_scale": layer.v_scale if is_fp8 else None,
         }
         # rows past the requests, which pad a step, are for `attention_varlen` to clear
         if forward_batch.forward_mode.is_decode() and len(queries) == len(step.seq_lens):
