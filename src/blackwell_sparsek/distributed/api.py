@@ -356,7 +356,7 @@ class _Call(NamedTuple):
     def key(self, q: torch.Tensor) -> tuple[Any, ...]:
         """What the agreement of the ranks depends on, compared by identity where it is large."""
         return (
-            q.shape, id(self.members.group), self.plan, self.method, self.band,
+            OP, q.shape, self.plan, self.method, self.band,
             _identity(self.cu_seqlens), id(self.block_mask), self.scale, self.softcap,
             self.sinks is None, self.deterministic, self.impl, self.return_lse, self.sizes,
         )  # fmt: skip
@@ -407,7 +407,7 @@ class _Call(NamedTuple):
     def _explained(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, method: str
     ) -> MethodDecision:
-        """What `bsk.explain` tells; nothing is exchanged or computed."""
+        """What `bsk.explain` reports; nothing is exchanged or computed."""
         plan, shapes = visible.plan, Shapes.of(q, k, v)
         reasons = dict(choose(visible, shapes).reasons)
         if self.method != "auto":
@@ -517,7 +517,8 @@ _checksums: "WeakKeyDictionary[BlockMask, int]" = WeakKeyDictionary()
 def _remember(key: tuple[Any, ...], make: Callable[[], T], *held: Any) -> T:
     if key in _KEPT:
         _KEPT.move_to_end(key)
-        found: T = _KEPT[key][0]
+        found: T
+        found, _ = _KEPT[key]
         return found
     made = make()
     # an id stays unique as long as its object lives
@@ -531,8 +532,10 @@ def _agreed(
     members: Members, call: "_Call | None", failure: Exception | None, q: torch.Tensor
 ) -> _Others:
     key = None if call is None else call.key(q)
+    # what the key identifies
+    held = None if call is None else (call.cu_seqlens, call.block_mask)
     texts = agree_once(
-        OP, members, key, lambda: "" if call is None else call.text(q), failure, call
+        OP, members, key, lambda: "" if call is None else call.text(q), failure, held
     )
     rows = [text.split("|", 2) for text in texts]
     check_same(OP, [rest for _, _, rest in rows])

@@ -1,4 +1,4 @@
-"""What `bsk.explain` tells of a call over several ranks."""
+"""What `bsk.explain` reports about a call over several ranks."""
 
 from dataclasses import dataclass, field
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -140,9 +141,15 @@ def talking_device(members: Members) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# Descriptions that all ranks of a group have exchanged before, and what they describe.
-_AGREED: "OrderedDict[tuple[Any, ...], tuple[list[str], Any]]" = OrderedDict()
+# Descriptions that all ranks of a group have exchanged before, and what they describe. They end
+# with their group, whose place in memory another one may get. The ranks of a group make the same
+# calls, so each keeps and drops the same descriptions of it, in whatever other groups they are: if
+# only some of them knew one, the others would wait for them.
+_AGREED: "WeakKeyDictionary[Any, OrderedDict[tuple[Any, ...], tuple[list[str], Any]]]" = (
+    WeakKeyDictionary()
+)
 MOST_AGREED = 256
+"""For each group."""
 
 
 def agree_once(
@@ -153,19 +160,22 @@ def agree_once(
     failure: Exception | None,
     held: Any = None,
 ) -> list[str]:
-    """`agree`, if it takes a GPU only when this process has not done so for `key` before.
+    """`agree`, if it takes a GPU only when the group has not done so for `key` before.
 
-    On a GPU it makes the host wait. `key` may contain ids of `held`, which is kept alive.
+    On a GPU it makes the host wait. `key` may contain ids of `held`, which is kept alive and must
+    not hold the group.
     """
     device = talking_device(members)
-    if device.type != "cpu" and key is not None and key in _AGREED:
-        _AGREED.move_to_end(key)
-        return _AGREED[key][0]
+    known = _AGREED.setdefault(members.group, OrderedDict())
+    if device.type != "cpu" and key is not None and key in known:
+        known.move_to_end(key)
+        texts, _ = known[key]
+        return texts
     texts = agree(op, members, "" if failure is not None else described(), failure, device)
     if key is not None and device.type != "cpu":
-        _AGREED[key] = texts, held
-        if len(_AGREED) > MOST_AGREED:
-            _AGREED.popitem(last=False)
+        known[key] = texts, held
+        if len(known) > MOST_AGREED:
+            known.popitem(last=False)
     return texts
 
 

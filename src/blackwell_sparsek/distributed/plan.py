@@ -539,7 +539,7 @@ def _longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
             heapq.heappush(heap, (load + costs[t], rank))
         if extra == 0:
             # no rank may have one more now
-            heap = [entry for entry in heap if len(owned[entry[1]]) < room]
+            heap = [(load, rank) for load, rank in heap if len(owned[rank]) < room]
             heapq.heapify(heap)
     _exchange(costs, owned)
     return owned

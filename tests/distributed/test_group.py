@@ -1,0 +1,68 @@
+"""What ranks have agreed on is known to all of a group or to none."""
+
+import gc
+
+import pytest
+import torch
+
+from blackwell_sparsek.distributed import decode, group
+from blackwell_sparsek.distributed.group import Members
+
+
+class Group:
+    """Stands for a process group."""
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The groups whose ranks were asked to agree, as if they talked by a GPU."""
+    found = []
+
+    def agree(op, members, text, failure, device):
+        found.append(type(members.group).__name__)
+        return [text] * members.size
+
+    monkeypatch.setattr(group, "talking_device", lambda members: torch.device("cuda", 0))
+    monkeypatch.setattr(group, "agree", agree)
+    return found
+
+
+def compare(of_group, batch=1):
+    q, v = torch.zeros(batch, 2, 1, 8), torch.zeros(batch, 2, 4, 8)
+    decode._agree(Members(of_group, 0, 2), None, q, v, ("sequence", True))
+
+
+def test_a_group_agrees_once(asked):
+    one = Group()
+    for batch in (1, 2, 1, 2):
+        compare(one, batch)
+    assert len(asked) == 2
+
+
+def test_a_group_at_the_place_of_an_earlier_one_agrees_anew(asked):
+    """On other ranks the new one may be elsewhere, and they would wait for this one."""
+    for _ in range(4):
+        compare(Group())
+    assert len(asked) == 4
+
+
+def test_other_groups_drop_nothing_of_a_group(asked, monkeypatch):
+    """Its other ranks are not in them, and go on without asking."""
+    monkeypatch.setattr(group, "MOST_AGREED", 2)
+    one, other = Group(), Group()
+    compare(one)
+    for batch in range(1, 5):
+        compare(other, batch)
+    compare(one)
+    assert len(asked) == 5
+
+
+def test_little_is_kept_of_a_group_and_nothing_after_it(asked, monkeypatch):
+    monkeypatch.setattr(group, "MOST_AGREED", 2)
+    before, one = len(group._AGREED), Group()
+    for batch in range(1, 5):
+        compare(one, batch)
+    assert len(group._AGREED[one]) == 2
+    del one
+    gc.collect()
+    assert len(group._AGREED) == before
