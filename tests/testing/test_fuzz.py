@@ -6,13 +6,14 @@ import json
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.core.errors import Unsupported
-from blackwell_sparsek.testing import fuzz, fuzz_attention, fuzz_products, naive
+from blackwell_sparsek.testing import fuzz, fuzz_attention, fuzz_products, fuzz_sparse, naive
 from blackwell_sparsek.testing.fuzz_draw import Draw, same_bits
 
 CORPUS = pathlib.Path(__file__).parent / "fuzz_corpus.txt"
@@ -60,11 +61,43 @@ def test_many_calls():
 
 
 @pytest.mark.gpu
-def test_random_calls_on_the_gpu():
-    command = [sys.executable, "-m", "blackwell_sparsek.testing.fuzz", "--calls", "200"]
-    options = ["--seed", "1", "--jobs", "4", "--seconds", "300"]
+@pytest.mark.parametrize("seed", ["1", "51", "101", "151"])
+def test_random_calls_on_the_gpu(seed):
+    command = [sys.executable, "-m", "blackwell_sparsek.testing.fuzz", "--calls", "50"]
+    options = ["--seed", seed, "--seconds", "300"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_a_call_that_loses_the_device_costs_no_other_call(monkeypatch, capsys):
+    """Another process goes on after it."""
+    starts = []
+
+    def start(args, job, made, seconds):
+        starts.append((job, made))
+        calls = range(made, 3 if made == 0 else 5)
+        lines = [
+            json.dumps(fuzz.Outcome("matmul", n, "told", "lost" if n == 2 else "", 0)._asdict())
+            for n in calls
+        ]
+        status = fuzz.DEVICE_LOST if made == 0 else 0
+        return SimpleNamespace(stdout=lines, wait=lambda: status)
+
+    monkeypatch.setattr(fuzz, "_start", start)
+    assert fuzz.main(["--calls", "5", "--seed", "1", "--device", "cpu"]) == 1
+    assert starts == [(0, 0), (0, 3)]
+    printed = capsys.readouterr().out
+    assert "5 calls (matmul 5)" in printed and "1 failures" in printed
+    assert "processes ended" not in printed
+
+
+def test_a_process_goes_on_after_the_calls_that_were_made(monkeypatch, capsys):
+    made = []
+    outcome = fuzz.Outcome("matmul", 0, "told", "", 0)
+    monkeypatch.setattr(fuzz, "run_one", lambda kind, seed, device: made.append(seed) or outcome)
+    options = ["--calls", "10", "--seed", "7", "--jobs", "2", "--device", "cpu"]
+    assert fuzz.main([*options, "--job", "1", "--made", "3"]) == 0
+    assert made == [14, 16]
 
 
 def broken(module, name, monkeypatch, spoil):
@@ -104,6 +137,20 @@ def test_a_call_that_is_not_repeatable_is_found(monkeypatch):
     )  # fmt: skip
     outcome = found("scaled_dot_product_attention")
     assert outcome is not None and "other bits when the call is repeated" in outcome.problem
+
+
+@pytest.mark.parametrize(
+    "name, spoil",
+    [
+        ("sparsek_causal", lambda tau: tau + 1e-4),
+        ("sparsek_causal", lambda tau: tau.clamp(min=-9.0)),
+        ("sparsek", lambda made: (made[0], made[1] + 1e-4)),
+        ("sparsek", lambda made: (made[0].clamp(max=0.99), made[1])),
+    ],
+)
+def test_other_thresholds_and_weights_are_found(name, spoil, monkeypatch):
+    broken(fuzz_sparse, name, monkeypatch, spoil)
+    assert found(name) is not None
 
 
 def test_a_slot_too_many_is_found(monkeypatch):

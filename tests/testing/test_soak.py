@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -97,6 +98,22 @@ def test_growth_on_the_device_is_found(monkeypatch):
     monkeypatch.setattr(Soak, "_memory", lambda self: (next(in_use), 0))
     report = ran(planted("good", steady), count=10_000, lap_seconds=0.05)
     assert any("bytes more are in use on cpu" in failure for failure in report.failures)
+
+
+def test_a_thread_stays_through_all_laps():
+    """PyTorch keeps memory for each thread that multiplies on a stream."""
+    met = set()
+
+    def make(device):
+        def call():
+            met.add((id(call), threading.get_ident()))
+            return (steady(0),)
+
+        return call
+
+    assert ran(FixedCall("a", make), count=10_000, lap_seconds=0.02).failures == []
+    met = {pair for pair in met if pair[1] != threading.get_ident()}
+    assert len(met) == len({call for call, _ in met}) == len({thread for _, thread in met}) == 2
 
 
 def test_results_that_vary_are_judged_by_the_budget():

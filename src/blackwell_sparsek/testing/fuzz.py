@@ -98,6 +98,10 @@ def keep_in_corpus(path: pathlib.Path, outcome: Outcome) -> None:
             file.write(f"{outcome.kind} {outcome.seed}  # {reason}\n")
 
 
+# Status of a process whose device refuses everything since a call went wrong.
+DEVICE_LOST = 3
+
+
 def _child(args: argparse.Namespace) -> int:
     """Make this process's share of the calls; print outcomes as JSON lines."""
     # the calls are small: more threads only wait for each other
@@ -109,23 +113,48 @@ def _child(args: argparse.Namespace) -> int:
     for n, (kind, seed) in enumerate(calls):
         if n // args.jobs >= share or time.perf_counter() >= until:
             break
-        if n % args.jobs == args.job:
-            print(json.dumps(run_one(kind, seed, device)._asdict()), flush=True)
+        if n % args.jobs == args.job and n // args.jobs >= args.made:
+            outcome = run_one(kind, seed, device)
+            print(json.dumps(outcome._asdict()), flush=True)
+            if outcome.problem and _is_lost(device):
+                return DEVICE_LOST
     return 0
 
 
-def _start(args: argparse.Namespace, job: int) -> "subprocess.Popen[str]":
+def _is_lost(device: torch.device) -> bool:
+    """Whether the device refuses everything in this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _start(args: argparse.Namespace, job: int, made: int, seconds: float) -> Any:
+    """A process that goes on after the `made` calls of a job."""
     command = [sys.executable, "-m", "blackwell_sparsek.testing.fuzz", "--job", str(job)]
-    for name in ("calls", "seconds", "seed", "jobs", "device"):
+    for name in ("calls", "seed", "jobs", "device"):
         command += [f"--{name}", str(getattr(args, name))]
+    command += ["--made", str(made), "--seconds", str(seconds)]
     return subprocess.Popen([*command, *args.only], stdout=subprocess.PIPE, text=True)
 
 
-def _listen(child: "subprocess.Popen[str]", lines: "queue.SimpleQueue[Outcome | None]") -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines.put(Outcome(**json.loads(line)))
-    lines.put(None)
+def _run_job(
+    args: argparse.Namespace, job: int, until: float, lines: "queue.SimpleQueue[Outcome | int]"
+) -> None:
+    """Pass on the outcomes of a job, then its status.
+
+    Another process goes on after a call that loses the device, so that it costs no other call.
+    """
+    made, status = 0, DEVICE_LOST
+    while status == DEVICE_LOST:
+        child = _start(args, job, made, until - time.perf_counter())
+        for line in child.stdout:
+            made += 1
+            lines.put(Outcome(**json.loads(line)))
+        status = child.wait()
+    lines.put(status)
 
 
 def _parent(args: argparse.Namespace) -> int:
@@ -134,17 +163,19 @@ def _parent(args: argparse.Namespace) -> int:
         f"{args.jobs} processes, on {args.device}",
         flush=True,
     )
-    children = [_start(args, job) for job in range(args.jobs)]
-    lines: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
-    for child in children:
-        threading.Thread(target=_listen, args=(child, lines), daemon=True).start()
-    counts: Counter[str] = Counter()
-    failures, refused, running = [], 0, len(children)
     started = shown = time.perf_counter()
-    while running:
+    lines: queue.SimpleQueue[Outcome | int] = queue.SimpleQueue()
+    for job in range(args.jobs):
+        job_args = (args, job, started + args.seconds, lines)
+        threading.Thread(target=_run_job, args=job_args, daemon=True).start()
+    counts: Counter[str] = Counter()
+    failures: list[Outcome] = []
+    statuses: list[int] = []
+    refused = 0
+    while len(statuses) < args.jobs:
         outcome = lines.get()
-        if outcome is None:
-            running -= 1
+        if isinstance(outcome, int):
+            statuses.append(outcome)
             continue
         counts[outcome.kind] += 1
         refused += outcome.refused
@@ -158,15 +189,14 @@ def _parent(args: argparse.Namespace) -> int:
             shown, made = now, sum(counts.values())
             rate = made / (now - started)
             print(f"{now - started:6.0f} s  {made:>7,} calls  {rate:.1f} calls/s", flush=True)
-    broken = [child.wait() for child in children]
     table = ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind])
     print(f"{sum(counts.values())} calls ({table}); {refused} refused by a named implementation")
     print(f"{len(failures)} failures")
     for outcome in failures:
         print(f'    --repeat "{outcome.kind} {outcome.seed}"')
-    if any(broken):
-        print(f"processes ended with status {broken}")
-    return int(bool(failures) or any(broken) or not counts)
+    if any(statuses):
+        print(f"processes ended with status {statuses}")
+    return int(bool(failures) or any(statuses) or not counts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpus", type=pathlib.Path, help="add failing seeds to this file")
     parser.add_argument("--repeat", metavar="'KIND SEED'", help="make one call again")
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--made", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if unknown := [kind for kind in args.only if kind not in KINDS]:
         parser.error(f"{unknown[0]!r} is not a kind; expected one of {', '.join(KINDS)}")

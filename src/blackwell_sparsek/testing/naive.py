@@ -159,11 +159,18 @@ def attention_gradients(
     return Gradients(dq, dk, dv, dsinks)
 
 
-def sparsek_row(z: Tensor, k: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+class SparsekRow(NamedTuple):
+    """Weights [n] of a row, and their threshold."""
+
+    weights: Tensor
+    tau: Tensor
+
+
+def sparsek_row(z: Tensor, k: float, dtype: torch.dtype) -> SparsekRow:
     """Weights [n] that add up to k, nearest to the scores z, and their threshold: by bisection."""
     exact = z.detach().cpu().double()
     if k >= len(exact):
-        return torch.ones(len(exact), dtype=dtype), torch.tensor(-math.inf, dtype=dtype)
+        return SparsekRow(torch.ones(len(exact), dtype=dtype), torch.tensor(-math.inf, dtype=dtype))
     low, high = float(exact.min()) - 1, float(exact.max())
     for _ in range(60):
         middle = (low + high) / 2
@@ -177,7 +184,7 @@ def sparsek_row(z: Tensor, k: float, dtype: torch.dtype) -> tuple[Tensor, Tensor
     if shared.any():
         whole = (exact >= high + 1).sum()
         tau = (exact[shared].to(dtype).sum() + whole - k) / shared.sum()
-    return (exact.to(dtype) - tau).clamp(0, 1), tau.to(dtype)
+    return SparsekRow((exact.to(dtype) - tau).clamp(0, 1), tau.to(dtype))
 
 
 def merged(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
