@@ -4,7 +4,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..calls.attention import AttentionCall
+from ..calls.attention import AttentionCall, returned
 from ..core.checks import check_choice, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
@@ -267,7 +267,7 @@ def attention(
                     operands=0,
                     closed=True,
                 )
-        return (made[0], made[1]) if return_lse else made[0]
+        return returned(made, None, return_lse)
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
     further = (alibi_slopes, bias, out)
@@ -307,7 +307,7 @@ def attention(
         else:
             with recorder(found, options, inputs, call, impl) as recording:
                 results = recording.keep(attend(call, impl, plain=found is not None))
-    return _returned(results, out, return_lse)
+    return returned(results, out, return_lse)
 
 
 def attention_varlen(
@@ -401,7 +401,7 @@ def attention_varlen(
             ),
             impl,
         )
-        return (made[0], made[1]) if return_lse else made[0]
+        return returned(made, None, return_lse)
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k),
         *(causal, window, scale, softcap, deterministic, impl),
@@ -447,7 +447,7 @@ def attention_varlen(
         else:
             with recorder(found, options, inputs, call, impl) as recording:
                 results = recording.keep(attend(call, impl, plain=found is not None))
-    return _returned(results, out, return_lse)
+    return returned(results, out, return_lse)
 
 
 # Launches of calls with options that `describe` does not know, for `repeat`.
@@ -455,7 +455,7 @@ _EXTENDED: dict[Any, Any] = {}
 
 
 def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] | None:
-    """The results of such a call by recorded launches, unless it has a mask; None if in full."""
+    """Replay such a call; None if it must be made in full, for instance because of a mask."""
     q, k, v, *_, out = inputs
     if mask is not None or (out is not None and overlaps(out, q, k, v)):
         return None
@@ -463,7 +463,7 @@ def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] 
 
 
 def _attend(options: Any, inputs: Any, call: AttentionCall, impl: str) -> tuple[torch.Tensor, ...]:
-    """The results of such a call; its launches are kept for `_repeated`."""
+    """Make such a call in full, and record its launches for `_repeated` where they can be."""
     _, _, _, sinks, *_ = inputs
     # sinks with gaps are copied, and a replay would read this call's copy
     if call.spec.block_mask is not None or not (sinks is None or sinks.is_contiguous()):
@@ -471,15 +471,6 @@ def _attend(options: Any, inputs: Any, call: AttentionCall, impl: str) -> tuple[
     return_lse, *_ = options
     wanted = (call.out is None) + return_lse
     return record(_EXTENDED, options, inputs, attend, call, impl, operands=3, wanted=wanted)
-
-
-def _returned(
-    results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What the caller gets of the results that a call allocated."""
-    if out is not None:
-        return (out, results[0]) if return_lse else out
-    return (results[0], results[1]) if return_lse else results[0]
 
 
 def _check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:

@@ -280,7 +280,7 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """The derivative for transforms of `torch.func`, which do not ask operators for theirs."""
+    """The derivative for transforms of `torch.func`, which do not use those of operators."""
 
     generate_vmap_rule = True
 
@@ -349,40 +349,60 @@ def _needed(made: Tensors, needs: Sequence[bool]) -> list[torch.Tensor | None]:
     return [g if need else None for g, need in zip(made, needs, strict=True)]
 
 
-def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    given = ForwardArguments(*inputs)
-    mask = given.mask
-    fixed = (given.cu_seqlens_q, given.cu_seqlens_k, given.alibi_slopes, given.bias)
-    ctx.save_for_backward(given.q, given.k, given.v, *output, given.sinks, *fixed, *mask)
-    # the arguments without the saved tensors
-    ctx.given = given._replace(
-        q=None, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, sinks=None,
-        alibi_slopes=None, bias=None,
-        mask=[None] * len(mask), impl=backward_dispatch.own_or_auto(given.impl),
-    )  # fmt: skip
+# Arguments of the operators that autograd saves, besides the lists of a mask.
+_SAVED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "sinks", "alibi_slopes", "bias")
+
+
+def save_arguments(ctx: Any, given: ForwardArguments, *results: torch.Tensor) -> None:
+    """Save the results, and after them the arguments that `saved_arguments` puts together."""
+    tensors = (getattr(given, name) for name in _SAVED)
+    ctx.save_for_backward(*results, *tensors, *given.mask)
+    ctx.given = given._replace(**dict.fromkeys(_SAVED), mask=None)
     ctx.set_materialize_grads(False)
 
 
-def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    # torch indexes this by argument only here; during the forward, lists are flattened
-    wanted = ForwardArguments(*ctx.needs_input_grad)
-    needs = [wanted.q, wanted.k, wanted.v, wanted.sinks]
+def saved_arguments(ctx: Any, tensors: Sequence[Any]) -> ForwardArguments:
+    """The arguments, from the saved tensors that follow the results."""
+    single, mask = tensors[: len(_SAVED)], list(tensors[len(_SAVED) :])
+    given: ForwardArguments = ctx.given
+    return given._replace(**dict(zip(_SAVED, single, strict=True)), mask=mask)
+
+
+def argument_gradients(
+    given: ForwardArguments,
+    wanted: Sequence[Any],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    results: Tensors,
+) -> tuple[Any, ...]:
+    """A gradient or None for each argument; `wanted` says of each whether it needs one."""
+    of_arguments = ForwardArguments(*wanted)
+    needs = [of_arguments.q, of_arguments.k, of_arguments.v, of_arguments.sinks]
     gradients: list[torch.Tensor | None] = [None] * 4
-    given = ctx.given
     if dout is not None or dlse is not None:
-        q, k, v, out, lse, sinks, cu_q, cu_k, slopes, bias, *mask = ctx.saved_tensors
+        out, lse = results
         dout = torch.zeros_like(out) if dout is None else dout
-        made = attn_bwd(
-            *(dout, dlse, q, k, v, out, lse, cu_q, cu_k, given.max_q, given.max_k, mask),
-            *(given.mask_shape, given.left, given.right, given.scale, given.softcap, sinks),
-            *(slopes, bias, given.deterministic, needs, given.impl),
-        )
+        q, k, v, *options, impl = given
+        made = attn_bwd(dout, dlse, q, k, v, out, lse, *options, needs, impl)
         gradients = _needed(made, needs)
     dq, dk, dv, dsinks = gradients
     # torch expects the structure of the inputs, and treats an empty list as a list of tensors
     shape: Any = None if given.mask_shape else []
+    mask = [None] * len(given.mask)
     none = ForwardArguments(*[None] * len(ForwardArguments._fields))
-    return tuple(none._replace(q=dq, k=dk, v=dv, mask=given.mask, mask_shape=shape, sinks=dsinks))
+    return tuple(none._replace(q=dq, k=dk, v=dv, mask=mask, mask_shape=shape, sinks=dsinks))
+
+
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    given = ForwardArguments(*inputs)
+    save_arguments(ctx, given._replace(impl=backward_dispatch.own_or_auto(given.impl)), *output)
+
+
+def _operator_gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    out, lse, *tensors = ctx.saved_tensors
+    given = saved_arguments(ctx, tensors)
+    # torch indexes this by argument only here; during the forward, lists are flattened
+    return argument_gradients(given, ctx.needs_input_grad, dout, dlse, (out, lse))
 
 
 def _refuse_forward_mode() -> Any:

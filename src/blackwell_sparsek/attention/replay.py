@@ -83,7 +83,10 @@ def replayed(
         launches = _bound_to_mask(key, mask, trains)
     if launches is None:
         return None
-    return launches.attend(*inputs, addresses, options[0]) if trains else launches(addresses)
+    if not trains:
+        return launches(addresses)
+    return_lse = options[0]
+    return launches.attend(*inputs, addresses, return_lse)
 
 
 def recorder(
@@ -113,7 +116,8 @@ def recorder(
     if key in cache or not _is_contiguous(sinks):
         return NO_RECORDER
     make = _TrainingRecorder if trains else Recorder
-    wanted = 2 if trains or options[0] else 1
+    return_lse = options[0]
+    wanted = 2 if trains or return_lse else 1
     return make(cache, key, (*inputs, *lists), wanted, closed=mask is not None)
 
 

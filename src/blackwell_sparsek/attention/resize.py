@@ -79,7 +79,8 @@ def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]
         return results
     training = family.training.resized(call.max_q, call.max_k)
     q, k, v, sinks = inputs
-    return cast(Tensors, training.attend_with(results, q, k, v, sinks, options[0]))
+    return_lse = options[0]
+    return cast(Tensors, training.attend_with(results, q, k, v, sinks, return_lse))
 
 
 def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall] | None:
@@ -148,15 +149,17 @@ class _FamilyRecorder(Recorder):
     def keep(self, results: Tensors) -> Tensors:
         """Learn from the launch that computed `results`, if it is one that can be resized."""
         record, call = self._record, self._call
-        launches = record.launches
-        alone = record.complete and len(launches) == 1 and not record.derived
-        if alone and isinstance(launches[0].args[-1], AttnFwdSm90Config):
+        if not record.complete or len(record.launches) != 1 or record.derived:
+            return results
+        (launch,) = record.launches
+        config = launch.args[-1]
+        if isinstance(config, AttnFwdSm90Config):
             family = _FAMILIES.get(self._family)
             if family is None:
                 training = TrainingCall.of(call, self._impl)
                 family = _Family(training, call.q.get_device(), _launches_of(call))
                 keep(_FAMILIES, self._family, family)
-            family.launches.learn(launches[0])
+            family.launches.learn(launch)
         return results
 
 

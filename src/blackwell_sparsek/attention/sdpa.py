@@ -119,7 +119,7 @@ def sdpa_or_reason(
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous() for x in (q, k, v))
     check_qkv(OP, q, k, v, DENSE, NAMES)
     sq, sk = q.shape[2], k.shape[2]
-    mask = None if attn_mask is None else _mask_planes(attn_mask, lead, q, sk)
+    mask = None if attn_mask is None else _mask_in_4d(attn_mask, lead, q, sk)
     band = Band(None, 0 if to_bottom_right else None)
     if is_causal:
         # no query sees a key past the last query; without those keys, top left is a plain shift
@@ -209,7 +209,7 @@ def _as_dense(
     return q, k, v, lead
 
 
-def _mask_planes(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) -> torch.Tensor:
+def _mask_in_4d(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) -> torch.Tensor:
     """`mask` as bool [B or 1, H or 1, L or 1, S]; one row stands for all queries."""
     sq = q.shape[2]
     expected = (*lead, sq, sk)

@@ -58,8 +58,8 @@ def from_function(
 def block_table(mask: "BlockMask", batch: int, heads: int) -> torch.Tensor:
     """int64 [batch, heads, Mb, Nb]: row of the pool, FULL or ABSENT."""
     mb, nb = mask.grid
-    planes = mask.batch * mask.heads
-    table = torch.full((planes * mb, nb), ABSENT, device=mask.device)
+    rows = mask.batch * mask.heads * mb
+    table = torch.full((rows, nb), ABSENT, device=mask.device)
     lists = mask.forward
     table[lists.row_indices(), lists.indices.long()] = lists.bits_id.long()
     return table.view(mask.batch, mask.heads, mb, nb).expand(batch, heads, mb, nb)

@@ -37,18 +37,18 @@ def from_flex(cls: "type[BlockMask]", flex_mask: Any) -> "BlockMask":
         raise InvalidInput(message(OP, "kv_num_blocks", "has a wrong rank", "[B, H, Mb]", shape))
     batch, heads, _ = flex_mask.kv_num_blocks.shape
 
-    listed = _listed("kv", flex_mask.kv_num_blocks, flex_mask.kv_indices, mb, nb)
-    full_rows, full_cols = listed[0][:0], listed[1][:0]
+    kv_rows, kv_cols = _listed("kv", flex_mask.kv_num_blocks, flex_mask.kv_indices, mb, nb)
+    full_rows, full_cols = kv_rows[:0], kv_cols[:0]
     full_num, full_indices = flex_mask.full_kv_num_blocks, flex_mask.full_kv_indices
     if full_num is not None and full_indices is not None:
         full_rows, full_cols = _listed("full_kv", full_num, full_indices, mb, nb)
-    rows, cols = torch.cat([listed[0], full_rows]), torch.cat([listed[1], full_cols])
+    rows, cols = torch.cat([kv_rows, full_rows]), torch.cat([kv_cols, full_cols])
     _check_listed_once(rows, cols, nb)
 
     bits_id = torch.full_like(cols, -1)
     pool = empty_pool(block, cols.device)
     if flex_mask.mask_mod is not None and flex_mask.mask_mod is not flex.noop_mask:
-        bits, exists = evaluate(flex_mask.mask_mod, *listed, heads, mb, seq, block)
+        bits, exists = evaluate(flex_mask.mask_mod, kv_rows, kv_cols, heads, mb, seq, block)
         is_full, is_empty = (bits == exists).flatten(1).all(1), (bits == 0).flatten(1).all(1)
         partial = torch.nonzero(~is_full & ~is_empty).flatten()
         pool, ids = bit_masks.deduplicate(bits[partial])

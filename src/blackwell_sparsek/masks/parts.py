@@ -67,11 +67,12 @@ def runs_of_keys(
     that all its queries see.
     """
     sk, bk = p.seq[1], p.block[1]
-    start = some[0].clamp(max=sk) // bk
-    end = torch.where(some[0] < some[1], (some[1] + bk - 1) // bk, start)
-    full_start = ((every[0].clamp(max=sk) + bk - 1) // bk).clamp(start, end)
+    (some_start, some_end), (every_start, every_end) = some, every
+    start = some_start.clamp(max=sk) // bk
+    end = torch.where(some_start < some_end, (some_end + bk - 1) // bk, start)
+    full_start = ((every_start.clamp(max=sk) + bk - 1) // bk).clamp(start, end)
     # a last block that is cut short is full if all of its existing keys are visible
-    full_end = torch.where(every[1] >= sk, p.grid[1], every[1] // bk).clamp(full_start, end)
+    full_end = torch.where(every_end >= sk, p.grid[1], every_end // bk).clamp(full_start, end)
     return Runs(start, full_start, full_end, end)
 
 

@@ -111,7 +111,6 @@ def call_of(given: Arguments) -> SparseAttentionCall:
 def operator_arguments(call: SparseAttentionCall, impl: str) -> Arguments:
     """The arguments of the operator: the inverse of `call_of`."""
     spec, chosen = call.spec, call.spec.selection
-    _, right = spec.limit.scalars()
     return Arguments(
         call.q,
         call.k,
@@ -125,7 +124,7 @@ def operator_arguments(call: SparseAttentionCall, impl: str) -> Arguments:
         spec.page_table,
         spec.cache_seqlens,
         [chosen.granularity, chosen.kv_len, spec.max_q, spec.max_k],
-        right,
+        spec.limit_right,
         [] if spec.local is None else [*spec.local.scalars()],
         spec.scale,
         spec.softcap,

@@ -116,12 +116,13 @@ class BandTile(NamedTuple):
 def band_tiles(ops: Operands, sizes: StepSizes, queries: tuple[int, int]) -> Iterator[BandTile]:
     """Cut the queries `[begin, end)` into tiles whose scores fit the step size."""
     n, group = ops.q.shape[:2]
+    begin, end = queries
     keys = min(sizes.keys, max(ops.kt.shape[2], 1))
     tile_q = max(1, min(sizes.tile_q, sizes.scores // (group * keys)))
     together = max(1, sizes.scores // (group * tile_q * keys))
     for first in range(0, n, together):
-        for q_start in range(queries[0], queries[1], tile_q):
-            q_end = min(q_start + tile_q, queries[1])
+        for q_start in range(begin, end, tile_q):
+            q_end = min(q_start + tile_q, end)
             yield BandTile(first, min(first + together, n), q_start, q_end)
 
 
@@ -207,8 +208,7 @@ def block_chunks(
     bq, bk = mask.block_size
     visits = block_visits(mask, spec.band, extent)
     count, order = torch.sort(visits.count[layout.mask_row], descending=True, stable=True)
-    host = torch.stack([count, visits.cut_count[layout.mask_row][order]]).tolist()
-    counts, cut_counts = host[0], host[1]
+    counts, cut_counts = torch.stack([count, visits.cut_count[layout.mask_row][order]]).tolist()
     sizes = step_sizes(count.device)
     blocks = max(1, min(sizes.keys // 2 // bk, max(counts, default=1)))
     together = max(1, sizes.scores // (layout.heads * bq * blocks * bk))
@@ -381,9 +381,9 @@ def attend_inside(
             tile_out, tile_lse = _FUSED(
                 q_tiles, k_tiles, v_tiles, 0.0, False, attn_mask=mask, scale=spec.scale
             )
-            plane = b * heads_kv + h
-            out[plane, :, rows] = tile_out.transpose(0, 1).flatten(1, 2)
-            lse[plane, :, rows] = tile_lse.transpose(0, 1).flatten(1, 2)
+            batch_head = b * heads_kv + h
+            out[batch_head, :, rows] = tile_out.transpose(0, 1).flatten(1, 2)
+            lse[batch_head, :, rows] = tile_lse.transpose(0, 1).flatten(1, 2)
     return rows.start, rows.stop
 
 

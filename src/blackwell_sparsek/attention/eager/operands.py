@@ -148,8 +148,8 @@ def block_rows(ops: Operands, mask: BlockMask, extent: Extent, heads_kv: int) ->
     if extent.sequence is not None and mask.batch > 1:
         batch = torch.full_like(head_row, extent.sequence)
     head = head_row % heads_per_batch if mask.heads > 1 else torch.zeros_like(head_row)
-    plane = (batch * mask.heads + head) * cdiv(mask.seq_lengths[0], bq)
-    mask_row = plane[:, None] + torch.arange(q_blocks, device=device)
+    first_row = (batch * mask.heads + head) * cdiv(mask.seq_lengths[0], bq)
+    mask_row = first_row[:, None] + torch.arange(q_blocks, device=device)
     kv_head = (head_row // (group // stacked))[:, None].expand(-1, q_blocks)
     return BlockRows(stacked, q_blocks, mask_row.flatten(), kv_head.flatten(), k_blocks)
 

@@ -44,11 +44,12 @@ def key_tiles(
     lo, hi = kv_range(band, q_start, q_end, extent.sq, extent.sk)
     left, right = band.scalars()
     shift = extent.sk - extent.sq
-    seen_by_all = (q_end - 1 + shift - left, q_start + shift + right + 1)
+    # the keys that all of these queries see
+    all_lo, all_hi = q_end - 1 + shift - left, q_start + shift + right + 1
     for start in range(lo, hi, width):
         end = min(start + width, hi)
-        full_lo = min(max(seen_by_all[0], start), end)
-        full_hi = max(min(seen_by_all[1], end), full_lo)
+        full_lo = min(max(all_lo, start), end)
+        full_hi = max(min(all_hi, end), full_lo)
         yield KeyTile(start, end, full_lo, full_hi)
 
 

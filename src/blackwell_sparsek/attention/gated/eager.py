@@ -34,15 +34,15 @@ KEYS = 1024
 class Tile(NamedTuple):
     """Queries of some heads that have a gate in common, and the keys that may have a weight.
 
-    The heads are those of `planes`, KV heads of all batches, of which each has R query heads.
+    `batch_heads` are (batch, KV head) pairs, of which each has R query heads.
     """
 
-    planes: slice
+    batch_heads: slice
     members: slice
     """Query heads of each KV head."""
     queries: slice
     sinks: torch.Tensor | None
-    """[planes, R * queries, 1], base 2."""
+    """[batch_heads, R * queries, 1], base 2."""
     row: tuple[int, int]
     """Batch and head of the gate."""
 
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     weights: torch.Tensor
     """[queries, n]."""
     visible: torch.Tensor
-    """bool [R * queries, n] or [planes, R * queries, n]: whose weight is not 0."""
+    """bool [R * queries, n] or [batch_heads, R * queries, n]: whose weight is not 0."""
 
 
 def _tiles(call: GatedCall, ops: Operands) -> Iterator[Tile]:
@@ -66,7 +66,7 @@ def _tiles(call: GatedCall, ops: Operands) -> Iterator[Tile]:
     for b in range(batch):
         for gate in range(gates):
             first = gate * call.heads_per_gate
-            planes = slice(
+            batch_heads = slice(
                 b * kv_heads + first // group,
                 b * kv_heads + (first + call.heads_per_gate - 1) // group + 1,
             )
@@ -76,9 +76,9 @@ def _tiles(call: GatedCall, ops: Operands) -> Iterator[Tile]:
                 sinks = ops.sinks_log2
                 if sinks is not None:
                     count = queries.stop - begin
-                    sinks = sinks[planes, members, None].expand(-1, -1, count)
+                    sinks = sinks[batch_heads, members, None].expand(-1, -1, count)
                     sinks = sinks.reshape(len(sinks), -1, 1)
-                yield Tile(planes, members, queries, sinks, (b if batches > 1 else 0, gate))
+                yield Tile(batch_heads, members, queries, sinks, (b if batches > 1 else 0, gate))
 
 
 def weights_of(u: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
@@ -123,13 +123,14 @@ class _Gates:
                 yield Step(part, weights, shown)
 
     def _masked(self, tile: Tile, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """bool [planes, R, queries, keys]: what the block mask shows."""
+        """bool [batch_heads, R, queries, keys]: what the block mask shows."""
         mask, table = self.spec.block_mask, self.table
         assert mask is not None and table is not None
         bq, bk = mask.block_size
         heads, kv_heads = table.shape[1], self.call.attention.k.shape[1]
-        by_plane = table.unflatten(1, (kv_heads, heads // kv_heads)).flatten(0, 1)
-        entries = by_plane[tile.planes, tile.members][:, :, positions // bq][..., keys // bk]
+        by_batch_head = table.unflatten(1, (kv_heads, heads // kv_heads)).flatten(0, 1)
+        rows = by_batch_head[tile.batch_heads, tile.members][:, :, positions // bq]
+        entries = rows[..., keys // bk]
         shown = entries == FULL
         partial = (entries != FULL) & (entries != ABSENT)
         if mask.bits.shape[0]:
@@ -155,22 +156,22 @@ def forward(call: GatedCall) -> tuple[torch.Tensor, torch.Tensor]:
         rows = _rows(ops.q, tile)
         state = start(rows.shape[0], rows.shape[1], v.shape[3], rows, tile.sinks)
         for keys, weights, visible in gates.steps(tile):
-            scores = ops.scores.finish(torch.bmm(rows, ops.kt[tile.planes][:, :, keys]))
+            scores = ops.scores.finish(torch.bmm(rows, ops.kt[tile.batch_heads][:, :, keys]))
             by_head = scores.view(len(scores), -1, *weights.shape)
             by_head.add_(torch.log2(weights))
             hide(scores, visible)
-            step(state, scores, ops.v[tile.planes, keys], visible if ops.guarded else None)
+            step(state, scores, ops.v[tile.batch_heads, keys], visible if ops.guarded else None)
         tile_out, tile_lse = finish(state)
         shape = (len(rows), -1, tile.queries.stop - tile.queries.start)
-        made[tile.planes, tile.members, tile.queries] = tile_out.view(*shape, v.shape[3])
-        made_lse[tile.planes, tile.members, tile.queries] = tile_lse.view(shape)
+        made[tile.batch_heads, tile.members, tile.queries] = tile_out.view(*shape, v.shape[3])
+        made_lse[tile.batch_heads, tile.members, tile.queries] = tile_lse.view(shape)
     out.copy_(made.view(out.shape))
     return out, lse.copy_(made_lse.view(lse.shape))
 
 
 def _rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The rows [planes, R * queries, D] of a tile, of x [n, G, Sq, D]."""
-    rows = x[tile.planes, tile.members, tile.queries]
+    """The rows [batch_heads, R * queries, D] of a tile, of x [n, G, Sq, D]."""
+    rows = x[tile.batch_heads, tile.members, tile.queries]
     return rows.reshape(len(rows), -1, x.shape[3])
 
 
@@ -204,7 +205,7 @@ def backward(call: GatedBackwardCall) -> None:
         rows, given_rows, shift, means = (_rows(x, tile) for x in (ops.q, do, lse_log2, delta))
         dq_rows = torch.zeros_like(rows)
         for keys, weights, visible in gates.steps(tile):
-            kt, values = ops.kt[tile.planes][:, :, keys], ops.v[tile.planes, keys]
+            kt, values = ops.kt[tile.batch_heads][:, :, keys], ops.v[tile.batch_heads, keys]
             products = torch.bmm(rows, kt)
             slope = ops.scores.bend(products)
             # without the gates: at a weight of 0 that may be inf, and is not visible
@@ -223,10 +224,10 @@ def backward(call: GatedBackwardCall) -> None:
             shown = visible.expand(p.shape) if ops.guarded else None
             dq_rows += _product(ds, kt.mT, shown)
             turned = None if shown is None else shown.mT
-            dk[tile.planes].index_add_(1, keys, _product(ds.mT, rows, turned))
-            dv[tile.planes].index_add_(1, keys, _product(p.mT, given_rows, turned))
+            dk[tile.batch_heads].index_add_(1, keys, _product(ds.mT, rows, turned))
+            dv[tile.batch_heads].index_add_(1, keys, _product(p.mT, given_rows, turned))
         count = tile.queries.stop - tile.queries.start
-        dq[tile.planes, tile.members, tile.queries] = dq_rows.view(
+        dq[tile.batch_heads, tile.members, tile.queries] = dq_rows.view(
             len(rows), -1, count, rows.shape[2]
         )
     dsinks = None

@@ -6,8 +6,8 @@ from ...core.sizes import cdiv
 from ...launch.descriptors import GROUP_ROWS
 from .config import ROW_PADDING, AttnBwdSm90Config, AttnFwdSm90Config
 
-# Work tiles of the same size are dealt out to programs in turn while there are few: to deal them
-# out as programs get free would save nothing.
+# Up to so many rounds of work tiles of the same size are scheduled statically: dynamic scheduling
+# would save nothing.
 EVEN_ROUNDS = 4
 
 
@@ -18,7 +18,7 @@ class ForwardSchedule(NamedTuple):
     counters: int
     """Self-resetting: one that hands out work tiles, then one for each part of a split tail."""
     dynamic: int
-    """1 if programs take work tiles as they get free, 0 if in turn."""
+    """1 if idle programs take the next work tile, 0 if the schedule is static."""
     tail_share: int
     """KV tiles of the split tail that each program takes; 0 if the tail is not split."""
 

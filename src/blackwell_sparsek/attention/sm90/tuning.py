@@ -177,7 +177,7 @@ Tiling = tuple[int | bool, ...]
 
 
 def tiling_of(batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None = None) -> Tiling:
-    """What tells apart the lengths of calls that are launched in different ways."""
+    """What the launch of a call depends on in its lengths: equal for calls that share a plan."""
     few, full_k = max_q < FEW_QUERIES, max_k % GROUP_ROWS == 0
     if tokens is None:
         return batch, -(-max_q // GROUP_ROWS), max_k // GROUP_ROWS, full_k, few

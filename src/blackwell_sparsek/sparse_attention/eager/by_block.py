@@ -1,9 +1,9 @@
-"""Sparse attention block by block: the queries that chose a block of keys meet it in one product.
+"""Sparse attention block by block: one product for all queries that chose a block of keys.
 
 For entries of 16 keys and more, and many queries. The entries of a chunk of queries are sorted by
-block and dealt out in tiles of R entries of one block, so that all products are one batched product
-of tiles. The last tile of a block is filled up with entries of a query that does not exist: one
-more row, of zeros, at the end of what is read, and dropped from what is written. The softmax of a
+block and cut into tiles of R entries of one block, so that all products are one batched product
+of tiles. The last tile of a block is padded with entries of a query that does not exist: one more
+row of zeros at the end of what is read, dropped from what is written. The softmax of a
 query spans several tiles; its maxima and sums go through a table with a place for each entry. The
 window is dense attention, whose result joins the softmax.
 """
@@ -46,6 +46,13 @@ class Buffers:
         if flat is None or flat.numel() < size:
             flat = self._kept[name] = like.new_empty(size)
         return flat[:size].view(shape)
+
+
+class Result(NamedTuple):
+    """The output of attention and its lse."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 class Entries(NamedTuple):
@@ -101,8 +108,7 @@ def _entries(part: Part, own: slice) -> Entries:
 
     position = part.positions()[own][places // most]
     first, last = blocks * size, blocks * size + size - 1
-    _, right = spec.limit.scalars()
-    latest = (position + right).clamp(max=part.kv_len - 1)
+    latest = (position + spec.limit_right).clamp(max=part.kv_len - 1)
     cut = last > latest
     if spec.local is not None:
         left, right = spec.local.scalars()
@@ -209,7 +215,7 @@ def attend(
     part: Part,
     out: torch.Tensor,
     lse: torch.Tensor,
-    beside: tuple[torch.Tensor, torch.Tensor] | None,
+    beside: Result | None,
     buffers: Buffers,
 ) -> None:
     """Fill `out` [T, P, Dv] and `lse` [T, P]; `beside` holds those of the window alone."""
@@ -228,7 +234,7 @@ def attend(
             scores[entries.weights == 0] = -torch.inf
         peak = _spread(part, entries, scores.amax(-1), rows, -torch.inf).amax(1)
         if beside is not None:
-            peak = torch.maximum(peak, beside[1][own])
+            peak = torch.maximum(peak, beside.lse[own])
         if spec.sinks is not None:
             peak = torch.maximum(peak, spec.sinks[part.heads].to(part.dtype))
         shift = torch.where(peak == -torch.inf, 0.0, peak)
@@ -240,9 +246,9 @@ def attend(
         total = _spread(part, entries, sums, rows, 0.0).sum(1)
         made = _summed(entries, parts, rows)
         if beside is not None:
-            weight = torch.exp(beside[1][own] - shift)
+            weight = torch.exp(beside.lse[own] - shift)
             total += weight
-            made += weight[..., None] * beside[0][own]
+            made += weight[..., None] * beside.out[own]
         if spec.sinks is not None:
             total += torch.exp(spec.sinks[part.heads].to(part.dtype) - shift)
         out[own] = (made / torch.where(total == 0, 1.0, total)[..., None]).to(out.dtype)

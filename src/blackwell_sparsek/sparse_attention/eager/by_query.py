@@ -63,8 +63,7 @@ def visible_keys(part: Part, own: slice) -> Visible:
         keys = torch.cat([keys, near], 1)
         seen = torch.nn.functional.pad(seen, (0, len(steps)), value=True)
         weights = torch.nn.functional.pad(weights, (0, len(steps)), value=1.0)
-    _, right = spec.limit.scalars()
-    seen = seen & (keys >= 0) & (keys < part.kv_len) & (keys <= position + right)
+    seen = seen & (keys >= 0) & (keys < part.kv_len) & (keys <= position + spec.limit_right)
     return Visible(torch.where(seen, keys, 0), seen, weights, count)
 
 

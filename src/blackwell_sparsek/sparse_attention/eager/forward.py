@@ -24,9 +24,11 @@ def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             by_query.attend(part, part.own(out), part.own_lse(lse))
         return out, lse
     buffers = by_block.Buffers()
-    near = None if call.spec.local is None else attend_dense(local_call(call))
+    near = None if call.spec.local is None else by_block.Result(*attend_dense(local_call(call)))
     for part in parts_of(call):
-        beside = None if near is None else (part.own(near[0]), part.own_lse(near[1]))
+        beside = None
+        if near is not None:
+            beside = by_block.Result(part.own(near.out), part.own_lse(near.lse))
         by_block.attend(part, part.own(out), part.own_lse(lse), beside, buffers)
     return out, lse
 

@@ -573,7 +573,7 @@ def launch_sparse_attn_dkdv_sm90(
             lists.blocks,
             chosen.q_len,
             chosen.heads if chosen.batch > 1 else 0,
-            spec.limit.scalars()[1],
+            spec.limit_right,
             *local_sides(given),
             head_counts(given),
             gradient_factors(spec.scale, spec.softcap, q.dtype),

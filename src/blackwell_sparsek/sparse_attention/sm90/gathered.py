@@ -333,7 +333,7 @@ def launch_sparse_attn_gathered(
             None if spec.sinks is None else spec.sinks.contiguous(),
             *(unions, page_arguments(call), CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k)),
             *(strides, lse.stride(-2), call.batch, spec.max_q, spec.max_k, num_tiles),
-            *(spec.limit.scalars()[1], *local_sides(call), head_counts(call)),
+            *(spec.limit_right, *local_sides(call), head_counts(call)),
             *(score_factors(spec.scale, spec.softcap), config),
         )
         options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}

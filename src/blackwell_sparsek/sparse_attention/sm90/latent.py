@@ -299,7 +299,7 @@ def launch_sparse_attn_latent(
             None if spec.sinks is None else spec.sinks.contiguous(),
             *(lists, page_arguments(call), CuSeqlens(spec.cu_seqlens_q, spec.cu_seqlens_k)),
             *(strides, list_strides, lse.stride(-2), call.batch, spec.max_q, spec.max_k),
-            *(spec.selection.most, spec.selection.num_blocks, spec.limit.scalars()[1]),
+            *(spec.selection.most, spec.selection.num_blocks, spec.limit_right),
             *(*local_sides(call), head_counts(call), score_factors(spec.scale, spec.softcap)),
             config,
         )

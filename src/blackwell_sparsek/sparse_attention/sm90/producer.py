@@ -89,7 +89,7 @@ def sizes_of(call: SparseAttentionCall, num_tiles: int) -> Sizes:
     spec = call.spec
     return Sizes(
         *(spec.max_q, spec.max_k, num_tiles, spec.selection.most, spec.selection.num_blocks),
-        *(spec.limit.scalars()[1], *local_sides(call)),
+        *(spec.limit_right, *local_sides(call)),
     )
 
 

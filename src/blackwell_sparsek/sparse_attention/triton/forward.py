@@ -313,7 +313,7 @@ def launch_sparse_attn_fwd(
             tiles,
             spec.selection.most,
             spec.selection.num_blocks,
-            spec.limit.scalars()[1],
+            spec.limit_right,
             *local_sides(call),
             head_counts(call),
             score_factors(spec.scale, spec.softcap),
