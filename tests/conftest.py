@@ -2,7 +2,8 @@
 
 Triton decides at import whether kernels are interpreted, so this file decides before anything
 imports it. Without a GPU kernels run in the interpreter on the CPU; with one they are compiled,
-and every test that takes the `device` fixture counts as a `gpu` test there.
+and every test that takes the `device` fixture counts as a `gpu` test there. A test marked `sm90`
+is a `gpu` test that needs Hopper.
 """
 
 import importlib.util
@@ -53,12 +54,22 @@ else:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
-        if ON_GPU and "device" in getattr(item, "fixturenames", ()):
+        with_kernels = ON_GPU and "device" in getattr(item, "fixturenames", ())
+        if with_kernels or item.get_closest_marker("sm90"):
             item.add_marker("gpu")
-        if not HAS_GPU and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if (reason := _missing_gpu(item)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
     # compilations take minutes: first, so that the last of them does not run alone
     items.sort(key=lambda item: not item.path.name.startswith(COMPILING))
+
+
+def _missing_gpu(item):
+    """Which GPU a test needs that this machine does not have; None if it can run."""
+    if not HAS_GPU and item.get_closest_marker("gpu"):
+        return "needs a CUDA GPU"
+    if item.get_closest_marker("sm90") and torch.cuda.get_device_capability() != (9, 0):
+        return "needs sm_90"
+    return None
 
 
 @pytest.fixture
@@ -159,6 +170,25 @@ def inputs(sq, sk, batch, heads, kv_heads, dim, bshd):
 def blocks(sq, sk, batch=1, heads=1, keep=0.5):
     shape = (batch, heads, -(-sq // 64), -(-sk // 32))
     return BlockMask.from_dense(torch.rand(shape) < keep, (64, 32), (sq, sk))
+
+
+# of calls that differ only in what is known at run time
+def variants_by_data(call, varlen):
+    lengths = [(a, b) for a in LENGTHS for b in LENGTHS]
+    masks = [(n, blocks(n, n, b, h, keep))
+             for b in (1, 2) for h in (1, 4) for n in (65, 1024) for keep in (0.1, 1.0)]
+    packed = [((1,), (1,)), ((5, 0, 16), (16, 1, 2)), ((100, 28), (64, 64))]
+    return {
+        "lengths": variants([lambda a=a, b=b: call(a, b) for a, b in lengths]),
+        "lengths, heads inner": variants([lambda a=a, b=b: call(a, b, bshd=True)
+                                          for a, b in lengths if a > 1 and b > 1]),
+        "batch": variants([lambda b=b: call(batch=b) for b in (1, 2, 3, 16, 33)]),
+        "bands": variants([lambda b=b: call(band=b) for b in BANDS]),
+        "scales": variants([lambda s=s: call(scale=s) for s in (1.0, 0.5, -1.0, 0.0, 16.0)]),
+        "softcaps": variants([lambda s=s: call(softcap=s) for s in (1.0, 16.0, 30.0)]),
+        "masks": variants([lambda n=n, mask=mask: call(n, n, mask=mask) for n, mask in masks]),
+        "packed": variants([lambda a=a, b=b: varlen(a, b) for a, b in packed]),
+    }
 
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 100, 128, 1000)

@@ -1,6 +1,7 @@
 """`impl="triton"` on a GPU: the kernels through jax-triton, against the fp64 oracle in NumPy."""
 
 import importlib.util
+from functools import partial
 
 import numpy as np
 import pytest
@@ -155,27 +156,7 @@ def test_decode(page_size, dtype):
     ],
 )
 def test_products_and_gradients(m, k, n, block, dtype):
-    a = products.matrix(m, k, block, dtype)
-    x, y = products.array(k, n, dtype=dtype), products.array(n, m, dtype=dtype)
-
-    @jax.jit
-    def ours(a, x, y):
-        def product(*operands):
-            return bsk_jax.matmul(*operands, impl="triton")
-
-        left, pull_left = jax.vjp(lambda data, x: product(a.with_data(data), x), a.data, x)
-        right, pull_right = jax.vjp(lambda data, y: product(y, a.with_data(data)), a.data, y)
-        return left, pull_left(y.T), right, pull_right(x.T)
-
-    left, (dleft, dx), right, (dright, dy) = ours(a, x, y)
-    dense = np.asarray(a.to_dense())
-    for found, first, second in ((left, dense, x), (right, y, dense), (dx, dense.T, y.T)):
-        products.budget(found, first, second)
-    products.budget(dy, x.T, dense.T)
-    stored = np.kron(products._keep(a), np.ones(block, bool))[:m, :k]
-    for gradient in (dleft, dright):
-        exact, plain = (to(y).T @ to(x).T * stored for to in (oracle.as64, oracle.as32))
-        oracle.within_budget(a.with_data(gradient).to_dense(), exact, plain)
+    products.check_products(partial(bsk_jax.matmul, impl="triton"), m, k, n, block, dtype)
 
 
 def test_rows_that_are_cut():

@@ -1,5 +1,6 @@
 """`blackwell_sparsek.jax.matmul` and `sddmm` against NumPy in fp64, with their gradients."""
 
+import operator
 import re
 import sys
 
@@ -49,12 +50,17 @@ def budget(found, a, b):
     ],
 )
 def test_products_and_gradients(m, k, n, block, dtype):
+    check_products(operator.matmul, m, k, n, block, dtype)
+
+
+def check_products(product, m, k, n, block, dtype):
+    """Compare A @ X, X @ A and their gradients by `product` with NumPy."""
     a, x, y = matrix(m, k, block, dtype), array(k, n, dtype=dtype), array(n, m, dtype=dtype)
 
     @jax.jit
     def ours(a, x, y):
-        left, pull_left = jax.vjp(lambda data, x: a.with_data(data) @ x, a.data, x)
-        right, pull_right = jax.vjp(lambda data, y: y @ a.with_data(data), a.data, y)
+        left, pull_left = jax.vjp(lambda data, x: product(a.with_data(data), x), a.data, x)
+        right, pull_right = jax.vjp(lambda data, y: product(y, a.with_data(data)), a.data, y)
         return left, pull_left(y.T), right, pull_right(x.T)
 
     left, (dleft, dx), right, (dright, dy) = ours(a, x, y)

@@ -1,5 +1,6 @@
 """`impl="triton"` of decoding, products and sampled products in JAX: see test_attention_kernels."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,33 +85,7 @@ def test_decode_listed_blocks(monkeypatch):
 )
 def test_products_and_gradients(monkeypatch, m, k, n, block, dtype):
     interpret_kernels(monkeypatch)
-    a = products.matrix(m, k, block, dtype)
-    x, y = products.array(k, n, dtype=dtype), products.array(n, m, dtype=dtype)
-    made = products.budget
-
-    @jax.jit
-    def ours(a, x, y):
-        def product(*operands):
-            return bsk_jax.matmul(*operands, impl="triton")
-
-        left, pull_left = jax.vjp(lambda data, x: product(a.with_data(data), x), a.data, x)
-        right, pull_right = jax.vjp(lambda data, y: product(y, a.with_data(data)), a.data, y)
-        return left, pull_left(y.T), right, pull_right(x.T)
-
-    left, (dleft, dx), right, (dright, dy) = ours(a, x, y)
-    dense = np.asarray(a.to_dense())
-    made(left, dense, x)
-    made(right, y, dense)
-    made(dx, dense.T, y.T)
-    made(dy, x.T, dense.T)
-    for gradient in (dleft, dright):
-        keep = products._keep(a)
-        at_blocks = bsk_jax.BSRMatrix.from_mask(jnp.ones((m, k)), keep, block).to_dense()
-        found = a.with_data(gradient).to_dense()
-        exact = oracle.as64(y).T @ oracle.as64(x).T * np.asarray(at_blocks)
-        plain = oracle.as32(y).T @ oracle.as32(x).T * np.asarray(at_blocks)
-        oracle.within_budget(found, exact, plain)
-        assert not a.with_data(gradient)._beyond_edges().any()
+    products.check_products(partial(bsk_jax.matmul, impl="triton"), m, k, n, block, dtype)
 
 
 @interpreted

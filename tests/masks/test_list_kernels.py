@@ -3,14 +3,13 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from blackwell_sparsek.masks import list_kernels as kept_lists
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.masks.block_lists import lists_from_blocks, transpose_lists
 from blackwell_sparsek.masks.device_build import band_lists
 from blackwell_sparsek.masks.parts import Problem, band_mask
-
-pytest.importorskip("triton")
-
 
 UNTOUCHED = -7
 
@@ -96,9 +95,6 @@ def test_spread_lists_are_those_of_columns(shape, partial, device):
 
 
 # Lists and bit masks of bands from one launch, against the torch functions of patterns.
-
-pytest.importorskip("triton")
-
 
 BANDS = [Band(None, None), Band(None, 0), Band(0, 0), Band(3, 0), Band(40, 17), Band(0, None)]
 PROBLEMS = [

@@ -11,8 +11,7 @@ from blackwell_sparsek.testing.poison import poisoned_empty
 
 from . import problems
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 
 def mask_of(lengths, block, heads=1):

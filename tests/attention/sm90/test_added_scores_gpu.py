@@ -11,9 +11,9 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.testing.attention_cases import AttnCase, check_attention
 
-from .test_forward_gpu import BRAIN, HALF, HOPPER, run
+from .test_forward_gpu import BRAIN, HALF, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None))
 LENGTHS = ((1, 1), (65, 127), (333, 1000), (1000, 333), (700, 700))

@@ -32,8 +32,7 @@ from blackwell_sparsek.testing.attention_cases import AttnCase, draw_case, in_st
 from blackwell_sparsek.testing.attention_gradients import check_gradients, upstream
 from blackwell_sparsek.testing.poison import nan_like, poisoned_empty
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CALLS = int(os.environ.get("BSK_RANDOM_CALLS", "12"))
@@ -138,6 +137,39 @@ def test_calls_that_failed(structure, seed, queries, deterministic):
     check_random_call(structure, seed, queries, deterministic)
 
 
+def repeated(call):
+    """Deterministic gradients of a call, which have the same bits each time.
+
+    They are computed beside another kernel, which takes SMs away.
+    """
+    first = gradients_of(*call, deterministic=True)
+    side, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BRAIN)
+    differ = torch.zeros(REPEATS, 3, dtype=torch.bool, device="cuda")
+    for i in range(REPEATS):
+        if i % 4 == 0:
+            with torch.cuda.stream(side):
+                x @ x
+        again = gradients_of(*call, deterministic=True)
+        for j in range(3):
+            torch.any(again[j] != first[j], out=differ[i, j])
+    assert not differ.any(), differ.nonzero().tolist()
+    return first
+
+
+def capture(step):
+    """A graph of `step` after two runs on another stream, and the results that it writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
+
+
 @pytest.mark.parametrize("blocks", [None, (128, 128), (64, 64), (64, 256)])
 @pytest.mark.parametrize("band", [EVERYTHING, Band(None, 0), Band(500, 0)])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
@@ -152,17 +184,7 @@ def test_the_same_bits_in_every_run(blocks, band, dims):
         keep = torch.rand(shape, device="cuda") < 0.4
         spec = spec._replace(block_mask=BlockMask.from_dense(keep, blocks, (1500, 2100)))
     call = (q, k, v, spec, *forward(q, k, v, spec))
-    first = gradients_of(*call, deterministic=True)
-    side, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BRAIN)
-    differ = torch.zeros(REPEATS, 3, dtype=torch.bool, device="cuda")
-    for i in range(REPEATS):
-        if i % 4 == 0:
-            with torch.cuda.stream(side):
-                x @ x
-        again = gradients_of(*call, deterministic=True)
-        for j in range(3):
-            torch.any(again[j] != first[j], out=differ[i, j])
-    assert not differ.any(), differ.nonzero().tolist()
+    first = repeated(call)
     check_gradients(first, *call[5], q, k, v, spec)
 
 
@@ -288,14 +310,7 @@ def test_a_graph_of_a_training_step(masked):
         out = bsk.attention(q, k, v, causal=True, block_mask=mask)
         return torch.autograd.grad((out * weight).sum(), inputs)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for seed in (1, 2):
         torch.manual_seed(seed)
         with torch.no_grad():

@@ -16,14 +16,13 @@ from blackwell_sparsek.testing.attention_gradients import check_gradients
 from .test_backward_gpu import (
     BRAIN,
     HALF,
-    HOPPER,
     REPEATS,
     check,
     forward,
     gradients_of,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None), Band(70, 30))
 HEADS = ((2, 2), (4, 1), (7, 1), (6, 2))

@@ -30,8 +30,7 @@ from blackwell_sparsek.testing.attention_cases import (
 )
 from blackwell_sparsek.testing.poison import poisoned_empty
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CALLS = int(os.environ.get("BSK_RANDOM_CALLS", "30"))

@@ -14,9 +14,9 @@ from blackwell_sparsek.masks.band import EVERYTHING, Band
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.testing.attention_cases import AttnCase
 
-from .test_backward_gpu import BRAIN, HALF, HOPPER, check
+from .test_backward_gpu import BRAIN, HALF, check
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 BANDS = (EVERYTHING, Band(None, 0), Band(100, 0), Band(0, None))
 

@@ -17,15 +17,15 @@ from blackwell_sparsek.testing.attention_gradients import check_gradients
 from .test_backward_gpu import (
     BRAIN,
     HALF,
-    HOPPER,
-    REPEATS,
+    capture,
     causal_spec,
     check,
     forward,
     gradients_of,
+    repeated,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 
 CAUSAL = Band(None, 0)
 BANDS = (EVERYTHING, CAUSAL, Band(100, 0), Band(0, None), Band(70, 30))
@@ -73,17 +73,7 @@ def test_the_same_bits_in_every_run(splits, band, monkeypatch):
     )  # fmt: skip
     q, k, v, spec = case.build("cuda")
     call = (q, k, v, spec, *forward(q, k, v, spec))
-    first = gradients_of(*call, deterministic=True)
-    side, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BRAIN)
-    differ = torch.zeros(REPEATS, 3, dtype=torch.bool, device="cuda")
-    for i in range(REPEATS):
-        if i % 4 == 0:
-            with torch.cuda.stream(side):
-                x @ x
-        again = gradients_of(*call, deterministic=True)
-        for j in range(3):
-            torch.any(again[j] != first[j], out=differ[i, j])
-    assert not differ.any(), differ.nonzero().tolist()
+    first = repeated(call)
     for got in (first, gradients_of(*call)):
         check_gradients(got, *call[5], q, k, v, spec)
 
@@ -111,14 +101,7 @@ def test_a_graph():
     def step():
         return torch.autograd.grad(bsk.attention(*inputs, causal=True), inputs, dout)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(3):
         graph.replay()
     check_gradients(AttnGradients(*captured, None), dout, None, q, k, v, causal_spec(q))

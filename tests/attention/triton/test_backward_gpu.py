@@ -48,7 +48,7 @@ HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 STRUCTURES = 14
 CALLS = int(os.environ.get("BSK_RANDOM_CALLS", "4"))
 # (structure, seed) pairs that ever failed stay here
-CORPUS: tuple[tuple[int, int], ...] = ((8, 34),)
+CORPUS = ((8, 34),)
 
 
 def run(q, k, v, spec, seed=0, wanted=(True, True, True)):

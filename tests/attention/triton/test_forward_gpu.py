@@ -21,11 +21,14 @@ pytestmark = pytest.mark.gpu
 BRAIN = torch.bfloat16
 
 
-@pytest.fixture(params=[attention_triton, attention_sm90], ids=["triton", "sm90"])
+@pytest.fixture(
+    params=[
+        pytest.param(attention_triton, id="triton"),
+        pytest.param(attention_sm90, id="sm90", marks=pytest.mark.sm90),
+    ]
+)
 def forward(request):
     """The forward function of an implementation."""
-    if request.param is attention_sm90 and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
     return request.param.forward
 
 

@@ -33,17 +33,7 @@ def varlen(lengths_q, lengths_k):
 
 
 print(json.dumps({
-    "lengths": variants([lambda a=a, b=b: call(a, b) for a in LENGTHS for b in LENGTHS]),
-    "lengths, heads inner": variants([lambda a=a, b=b: call(a, b, bshd=True)
-                                      for a in LENGTHS[1:] for b in LENGTHS[1:]]),
-    "batch": variants([lambda b=b: call(batch=b) for b in (1, 2, 3, 16, 33)]),
-    "bands": variants([lambda b=b: call(band=b) for b in BANDS]),
-    "scales": variants([lambda s=s: call(scale=s) for s in (1.0, 0.5, -1.0, 0.0, 16.0)]),
-    "softcaps": variants([lambda s=s: call(softcap=s) for s in (1.0, 16.0, 30.0)]),
-    "masks": variants([lambda b=b, h=h, n=n, keep=keep: call(n, n, mask=blocks(n, n, b, h, keep))
-                       for b in (1, 2) for h in (1, 4) for n in (65, 1024) for keep in (0.1, 1.0)]),
-    "packed": variants([lambda a=a, b=b: varlen(a, b) for a, b in
-                        [((1,), (1,)), ((5, 0, 16), (16, 1, 2)), ((100, 28), (64, 64))]]),
+    **variants_by_data(call, varlen),
     "kinds": variants([lambda: call(), lambda: call(softcap=2.0),
                        lambda: call(mask=blocks(64, 64)), lambda: varlen((5, 6), (7, 8)),
                        lambda: call(sinks=torch.zeros(4)), lambda: call(dim=128)]),

@@ -18,8 +18,7 @@ from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.bsr_layers import check_chain_in_graph, check_layer, layer_weight
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 SPLIT = TileHeader._fields.index("split")
 pairs_only = pytest.mark.skipif(not warps_may_part(), reason="this Triton splits no tiles")
 

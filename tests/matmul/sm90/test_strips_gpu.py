@@ -10,8 +10,7 @@ from blackwell_sparsek.matmul.api import matmul
 from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.bsr_layers import check_chain_in_graph, check_layer, layer_weight
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs sm_90")]
+pytestmark = pytest.mark.sm90
 needs_parting = pytest.mark.skipif(not warps_may_part(), reason="needs the Triton of strips")
 
 

@@ -10,13 +10,7 @@ from blackwell_sparsek.sparse.matrix import BSRMatrix
 from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs sm_90",
-    ),
-]
+pytestmark = pytest.mark.sm90
 
 
 @pytest.fixture(autouse=True)

@@ -24,18 +24,12 @@ from blackwell_sparsek.testing.poison import poisoned_empty
 
 from .. import problems
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.sm90
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 BASE = {"granularity": 64, "most": 5, "dims": (64, 64), "dtype": BRAIN, "device": "cuda"}
 # Eight query heads on each of two KV heads: a copy of dk and dv's kernel takes all of them.
 EIGHT = {"heads": (16, 2), "lists": 2}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
 
 
 def check(problem):

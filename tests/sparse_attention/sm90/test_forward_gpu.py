@@ -17,16 +17,10 @@ from blackwell_sparsek.testing.poison import poisoned_empty
 
 from .. import problems
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.sm90
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 BASE = {"granularity": 64, "most": 5, "dims": (64, 64), "dtype": BRAIN, "device": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
 
 
 def check(problem):
@@ -161,24 +155,11 @@ def test_a_list_that_begins_with_the_largest_number_ends(window):
 
 def test_the_same_bits_each_time():
     problem = problems.dense(**BASE, heads=(16, 1), lengths=(1000, 2000), window=100)
-    first, *others = (
-        bsk.sparse_attention(*problem[0], **problem[1], return_lse=True, impl="sm90")
-        for _ in range(20)
-    )
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    problems.check_repeats(problem)
 
 
 def test_the_next_call_under_a_graph():
-    problem = problems.dense(**BASE, heads=(8, 1), lengths=(100, 400))
-    expected = bsk.sparse_attention(*problem[0], impl="sm90")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = bsk.sparse_attention(*problem[0], impl="sm90")
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, expected)
+    problems.check_graph(problems.dense(**BASE, heads=(8, 1), lengths=(100, 400)))
 
 
 def test_auto_takes_it_for_outputs_and_gradients():

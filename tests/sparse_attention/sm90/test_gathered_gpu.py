@@ -19,16 +19,10 @@ from blackwell_sparsek.testing.tolerance import assert_lse_within_budget, assert
 
 from .. import problems
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.sm90
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 BASE = {"granularity": 4, "most": 50, "dims": (64, 64), "dtype": BRAIN, "device": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
 
 
 def check(problem):
@@ -227,25 +221,11 @@ def test_wrong_lengths_make_their_sequence_nan():
 def test_the_same_bits_each_time():
     given = {**BASE, "dims": (256, 256), "most": 200}
     problem = problems.dense(**given, heads=(24, 2), lists=2, lengths=(500, 1000), window=100)
-    first, *others = (
-        bsk.sparse_attention(*problem[0], **problem[1], return_lse=True, impl="sm90")
-        for _ in range(20)
-    )
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    problems.check_repeats(problem)
 
 
 def test_the_next_call_under_a_graph():
-    (q, k, v, chosen), _ = problems.dense(**BASE, heads=(16, 1), lengths=(100, 400))
-    expected = bsk.sparse_attention(q, k, v, chosen, impl="sm90")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = bsk.sparse_attention(q, k, v, chosen, impl="sm90")
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected)
+    problems.check_graph(problems.dense(**BASE, heads=(16, 1), lengths=(100, 400)))
 
 
 def test_gates_stay_with_the_portable_kernel():

@@ -17,17 +17,11 @@ from blackwell_sparsek.testing.poison import poisoned_empty
 
 from .. import problems
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.sm90
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 DIM, VALUES = 576, 512
 BASE = {"granularity": 1, "most": 200, "dims": (DIM, DIM), "dtype": BRAIN, "device": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
 
 
 def latent(problem):
@@ -200,25 +194,11 @@ def test_wrong_pages_make_their_query_nan():
 
 def test_the_same_bits_each_time():
     problem = latent(problems.dense(**BASE, heads=(128, 1), lengths=(500, 1000), window=100))
-    first, *others = (
-        bsk.sparse_attention(*problem[0], **problem[1], return_lse=True, impl="sm90")
-        for _ in range(20)
-    )
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    problems.check_repeats(problem)
 
 
 def test_the_next_call_under_a_graph():
-    (q, k, v, chosen), _ = latent(problems.dense(**BASE, heads=(16, 1), lengths=(100, 400)))
-    expected = bsk.sparse_attention(q, k, v, chosen, impl="sm90")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = bsk.sparse_attention(q, k, v, chosen, impl="sm90")
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected)
+    problems.check_graph(latent(problems.dense(**BASE, heads=(16, 1), lengths=(100, 400))))
 
 
 def test_values_of_their_own_are_refused():
