@@ -35,9 +35,12 @@ WIDEST_TILE = 256
 # With few tokens smaller tiles, so that more SMs have one: up to so many tokens, tokens of a tile.
 FEW_TOKENS = 64
 FEW_TILES = ((4, 4), (FEW_TOKENS, 16))
-# Of a tile. With 128 x 256 in eight warps the rotation spills 20 KB.
+# Of a tile.
 MOST_ELEMENTS = 128 * 128
 WIDEST_GROUP = 128
+# What tensor cores multiply with in a rotation, and the fewest columns that `tl.dot` takes.
+WIDEST_MATRIX = tl.constexpr(128)
+FEWEST_COLUMNS = 16
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
@@ -50,20 +53,65 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def rotate(x, STEPS: tl.constexpr):
-    """Rows [rows, 2**STEPS] times the Hadamard matrix over its root, as `calls.fp8.rotated`."""
-    R: tl.constexpr = x.shape[0]
-    D: tl.constexpr = x.shape[1]
-    for _ in tl.static_range(STEPS):
-        even, odd = tl.split(tl.reshape(x, (R, D // 2, 2)))
-        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (R, D))
-    return x * (D**-0.5)
-
-
-@triton.jit
 def _is_finite(x):
     """Neither infinite nor NaN."""
     return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _signs(WIDTH: tl.constexpr, STEPS: tl.constexpr, dtype: tl.constexpr):
+    """The Hadamard matrix [WIDTH, WIDTH]: -1 where two indices share an odd number of bits.
+
+    Columns from 2**STEPS on are zero.
+    """
+    columns = tl.arange(0, WIDTH)[None, :]
+    shared = tl.arange(0, WIDTH)[:, None] & columns
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    signs = tl.where((shared & 1) == 0, 1.0, -1.0)
+    if WIDTH > 2**STEPS:
+        signs = tl.where(columns < 2**STEPS, signs, 0.0)
+    return signs.to(dtype)
+
+
+@triton.jit
+def _fast_transform(x, STEPS: tl.constexpr):
+    """Rows [rows, D] times the Hadamard matrix of 2**STEPS, for each 2**STEPS of their columns."""
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    SIZE: tl.constexpr = 2**STEPS
+    PARTS: tl.constexpr = ROWS * D // SIZE
+    x = tl.reshape(x, (PARTS, SIZE))
+    for _ in tl.static_range(STEPS):
+        even, odd = tl.split(tl.reshape(x, (PARTS, SIZE // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (PARTS, SIZE))
+    return tl.reshape(x, (ROWS, D))
+
+
+@triton.jit
+def _by_tensor_cores(x, STEPS: tl.constexpr):
+    """The first 2**STEPS columns in 16 bits times that matrix: products with 1 and -1 are exact."""
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = min(D, WIDEST_MATRIX)
+    parts = tl.reshape(x, (ROWS * D // WIDTH, WIDTH))
+    y = tl.dot(parts, _signs(WIDTH, STEPS, x.dtype))
+    if D > WIDTH:
+        # the last step of the fast transform, so that the matrix takes little shared memory
+        left, right = tl.split(tl.permute(tl.reshape(y, (ROWS, 2, WIDTH)), (0, 2, 1)))
+        y = tl.permute(tl.join(left + right, left - right), (0, 2, 1))
+    return tl.reshape(y, (ROWS, D))
+
+
+@triton.jit
+def rotate(x, STEPS: tl.constexpr):
+    """Rows [rows, 2**STEPS] times the Hadamard matrix over its root, as `calls.fp8.rotated`.
+
+    Rows may end in zeros that make them wider; so does the result, in fp32.
+    """
+    y = _fast_transform(x, STEPS) if x.dtype == tl.float32 else _by_tensor_cores(x, STEPS)
+    return y * (2.0 ** (STEPS * -0.5))
 
 
 @triton.jit
@@ -89,13 +137,17 @@ def _load(x_ptr, mean_ptr, n, rows, columns, sizes, strides, STEPS: tl.constexpr
     live = (rows < sizes.tokens)[:, None] & (columns < sizes.channels)[None, :]
     offsets = rows.to(tl.int64)[:, None] * strides.token + columns[None, :]
     at = x_ptr + _head_offset(n, sizes, strides) + offsets
-    x = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    if mean_ptr is not None:
-        mean_at = mean_ptr + n.to(tl.int64) * sizes.channels + columns
-        mean = tl.load(mean_at, mask=columns < sizes.channels, other=0.0)
-        x = tl.where(live, x - mean[None, :], 0.0)
+    x = tl.load(at, mask=live, other=0.0)
     if STEPS > 0:
         x = rotate(x, STEPS)
+    x = x.to(tl.float32)
+    if mean_ptr is not None:
+        mean_at = mean_ptr + n.to(tl.int64) * sizes.channels + columns
+        mean = tl.load(mean_at, mask=columns < sizes.channels, other=0.0)[None, :]
+        if STEPS > 0:
+            # x - mean takes more than the 16 bits that tensor cores multiply
+            mean = rotate(mean, STEPS)
+        x = tl.where(live, x - mean, 0.0)
     return x
 
 
@@ -259,7 +311,7 @@ def tile_of(group: Group, tokens: int, channels: int) -> Tile:
     if group.channels > 1:
         height = next((tile for most, tile in FEW_TILES if tokens <= most), TILE_TOKENS)
         return Tile(max(group.tokens, height), group.channels, True)
-    width = min(triton.next_power_of_2(channels), WIDEST_TILE)
+    width = min(max(triton.next_power_of_2(channels), FEWEST_COLUMNS), WIDEST_TILE)
     if group.tokens > 1:
         whole = channels <= width and group.tokens * width <= MOST_ELEMENTS
         return Tile(group.tokens if whole else min(group.tokens, TILE_TOKENS), width, whole)

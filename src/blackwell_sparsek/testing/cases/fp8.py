@@ -78,6 +78,8 @@ def quantize_cases() -> Iterator[CompileCase]:
     """Queries, keys and values of attention, activations and weights of products."""
     keys = _call("block", 128, smooth=True, hadamard=True)
     values = _call("channel", 128, transposed=True)
+    queries = _call("block", 128, hadamard=True)
+    yield quantize_case("queries-converted-d128", queries, converts=True)
     yield quantize_case("keys-d128", keys)
     yield quantize_case("keys-converted-d128", keys, converts=True)
     wide = _call("block", 256, smooth=True, hadamard=True)
