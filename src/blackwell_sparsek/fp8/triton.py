@@ -96,7 +96,7 @@ def _by_tensor_cores(x, STEPS: tl.constexpr):
     D: tl.constexpr = x.shape[1]
     WIDTH: tl.constexpr = min(D, WIDEST_MATRIX)
     parts = tl.reshape(x, (ROWS * D // WIDTH, WIDTH))
-    y = tl.dot(parts, _signs(WIDTH, STEPS, x.dtype))
+    y = tl.dot(parts, _signs(WIDTH, STEPS, x.dtype), input_precision="ieee")
     if D > WIDTH:
         # the last step of the fast transform, so that the matrix takes little shared memory
         left, right = tl.split(tl.permute(tl.reshape(y, (ROWS, 2, WIDTH)), (0, 2, 1)))
