@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek import BSRMatrix, matmul
+from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.launch.replay import described
 from blackwell_sparsek.matmul import products, training
 from blackwell_sparsek.matmul.autograd import product_gradients
@@ -95,6 +96,19 @@ def test_second_derivatives(activation):
     inputs = tuple(t.detach().requires_grad_() for t in (storage, x, bias))
     assert torch.autograd.gradcheck(layer, inputs, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(layer, inputs)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_arguments_are_checked_as_without_gradients(activation):
+    a, x, _ = leaves("X@A.T", torch.float32)
+    x = x.requires_grad_()
+    with pytest.raises(InvalidInput, match="activation is unknown"):
+        matmul(x, a.T, activation="tanh")
+    for shape in ((40,), (2, 9, 40)):
+        with pytest.raises(InvalidInput, match=r"wrong shape; expected \[9, 40\]"):
+            matmul(x, a.T, activation=activation, residual=torch.ones(shape))
+    with pytest.raises(InvalidType, match="residual has an unsupported dtype"):
+        matmul(x, a.T, activation=activation, residual=torch.ones(9, 40, dtype=torch.int64))
 
 
 def test_calls_that_something_intercepts_take_the_operator(by_function, monkeypatch):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..calls.matmul import MatmulCall, PatternTensors, SddmmCall, pattern_tensors
-from ..core.activations import activate
+from ..core.activations import ACTIVATIONS, activate
 from ..core.arch import arch_of
+from ..core.checks import check_choice
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import is_in_older_batch
 from ..launch.replay import described, is_plain_call, record, repeat
@@ -32,7 +33,7 @@ from .autograd import (
     readable,
 )
 from .choice import matmul_dispatch, sddmm_dispatch
-from .inputs import Options, needs_grad
+from .inputs import Options, check_extra, needs_grad
 from .products import replayed_product
 from .rows import FeatureViews, feature_views
 
@@ -96,8 +97,12 @@ class _TrainedProduct(torch.autograd.Function):
         if activation is None:
             out, pre = replayed_product(sparse, dense, bias, residual, options), None
         else:
+            # the product is asked for without them, so it does not check them
+            check_choice("matmul", "activation", activation, ACTIVATIONS)
             linear = options._replace(activation=None)
             pre = replayed_product(sparse, dense, bias, None, linear)
+            if residual is not None:
+                check_extra("matmul", "residual", residual, pre.shape, dense, pre.dtype)
             out = activate(pre, activation)
             if residual is not None:
                 out = out + residual.to(out.dtype)
