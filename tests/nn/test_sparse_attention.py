@@ -194,10 +194,34 @@ def test_rotary_embeddings_turn_queries_and_keys(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 16, 17])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17])
 def test_short_sequences(kind, tokens):
     layer, x = made(kind)
     assert layer(x[:, :tokens]).shape == (2, tokens, HIDDEN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph(kind):
+    layer, x = made(kind)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_autocast_leaves_scores_and_losses_in_fp32(monkeypatch):
+    products, original = [], torch.einsum
+
+    def noted(formula, *operands):
+        made = original(formula, *operands)
+        products.append((formula, made.dtype))
+        return made
+
+    monkeypatch.setattr(torch, "einsum", noted)
+    for kind, options in (("nsa", {}), ("indexer", {"with_loss": True})):
+        layer, x = made(kind)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer.float()(x.float(), **options)
+    formulas = {formula for formula, dtype in products if dtype == torch.float32}
+    assert formulas == {"bhgtd,bhnd->bhgtn", "bhgtd,btnhd->bhgtn", "bhtd,btnd->bhtn"}
 
 
 def test_compressed_scores_in_chunks(monkeypatch):
@@ -215,3 +239,8 @@ def test_refusals():
     layer, x = made("moba")
     with pytest.raises(bsk.InvalidInput, match=r"x has a wrong shape; expected \[B, T, 12\]"):
         layer(x[..., :5])
+    for rotary in (torch.ones(TOKENS, 6), (torch.ones(TOKENS, 6),), (1.0, 0.0)):
+        with pytest.raises(bsk.InvalidType, match="rotary is not a pair of tensors"):
+            layer(x, rotary)
+    with pytest.raises(bsk.InvalidInput, match="head_dim is too small"):
+        bsk.nn.MixtureOfBlockAttention(12, heads=4, kv_heads=2, head_dim=0)

@@ -12,8 +12,9 @@ import torch.nn as nn
 
 from ..attention.api import attention
 from ..core.checks import check_tensor, message
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, InvalidType
 from ..core.kept_part import KeptPart
+from ..core.torch_state import without_autocast
 from ..masks.check import check_count
 from ..masks.key_selection import KeySelection
 from ..select_keys.api import select_keys
@@ -53,7 +54,8 @@ class _SelfAttention(nn.Module):
         self.heads: int = heads
         self.kv_heads: int = kv_heads
         self.impl: str = impl
-        self.head_dim: int = check_count(op, "head_dim", head_dim or hidden // heads, at_least=1)
+        head_dim = hidden // heads if head_dim is None else head_dim
+        self.head_dim: int = check_count(op, "head_dim", head_dim, at_least=1)
         self.q: nn.Linear = nn.Linear(hidden, heads * self.head_dim, bias=False, **kind)
         self.k: nn.Linear = nn.Linear(hidden, kv_heads * self.head_dim, bias=False, **kind)
         self.v: nn.Linear = nn.Linear(hidden, kv_heads * self.head_dim, bias=False, **kind)
@@ -73,7 +75,8 @@ class _SelfAttention(nn.Module):
             for made in (self.q(x), self.k(x), self.v(x))
         )
         if rotary is not None:
-            q, k = _rotated(op, q, *rotary), _rotated(op, k, *rotary)
+            cos, sin = _checked_pair(op, rotary)
+            q, k = _rotated(op, q, cos, sin), _rotated(op, k, cos, sin)
         return q, k, v
 
     def _merge(self, out: torch.Tensor) -> torch.Tensor:
@@ -90,6 +93,16 @@ def _keys_of_blocks(last: torch.Tensor, block: int, top_k: int) -> torch.Tensor:
     """Keys of queries at positions `last` in `top_k` blocks, their own among them."""
     others = (last // block).clamp(max=top_k - 1)
     return others * block + last % block + 1
+
+
+def _checked_pair(op: str, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    is_pair = isinstance(rotary, tuple | list) and len(rotary) == 2
+    if not is_pair or not all(isinstance(x, torch.Tensor) for x in rotary):
+        expected = "(cos, sin), two tensors [T, head_dim]"
+        got = type(rotary).__name__
+        raise InvalidType(message(op, "rotary", "is not a pair of tensors", expected, got))
+    cos, sin = rotary
+    return cos, sin
 
 
 def _rotated(op: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -268,7 +281,7 @@ class NativeSparseAttention(_SelfAttention):
         gate = self._past_blocks(q.shape[2], k_mean.shape[2], q.device)
         made: Any = attention(q, k_mean, v_mean, key_gate=gate, return_lse=True, impl=self.impl)
         compressed, lse = made
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(q.device):
             chosen = self._chosen(q, k_mean, lse)
         selected: Any = sparse_attention(q, k, v, chosen, impl=self.impl)
         near: Any = attention(q, k, v, causal=True, window=self.window, impl=self.impl)
@@ -304,7 +317,7 @@ class NativeSparseAttention(_SelfAttention):
         number = torch.arange(blocks, device=q.device)
         indices = []
         step = max(1, CHUNK // max(batch * self.heads * blocks, 1))
-        for first in range(0, tokens, step):
+        for first in range(0, max(tokens, 1), step):
             own = slice(first, min(first + step, tokens))
             rows = q[:, :, own].unflatten(1, (self.kv_heads, group)).float()
             scores = torch.einsum("bhgtd,bhnd->bhgtn", rows, k_mean.float())
@@ -317,8 +330,9 @@ class NativeSparseAttention(_SelfAttention):
             p = p.masked_fill(number > current, -1.0)
             best = p.topk(top, -1)
             indices.append(best.indices.masked_fill(best.values < 0, -1))
+        # checking them would wait for the device, and topk lists each block once
         return KeySelection.from_indices(
-            torch.cat(indices, 2), granularity=self.block, kv_len=tokens
+            torch.cat(indices, 2), granularity=self.block, kv_len=tokens, check=False
         )
 
 
@@ -418,8 +432,9 @@ class IndexerAttention(_SelfAttention):
         merged = self._merge(out)
         if not with_loss:
             return merged
-        loss = self._loss(q.detach(), k.detach(), lse.detach(), q_index, k_index, weights, chosen)
-        return merged, loss
+        model = (q.detach(), k.detach(), lse.detach())
+        with without_autocast(q.device):
+            return merged, self._loss(*model, q_index, k_index, weights, chosen)
 
     def _index(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Index heads `[B, Hi, T, Di]`, their keys `[B, 1, T, Di]`, weights `[B, Hi, T]`."""
