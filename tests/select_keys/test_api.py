@@ -139,6 +139,7 @@ Q, K = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 9, 8)
         ({"activation": "gelu"}, bsk.InvalidInput, "activation is unknown"),
         ({"lists": 3}, bsk.InvalidInput, "lists does not fit; expected a divisor of the 4"),
         ({"weights": torch.zeros(1, 4, 2)}, bsk.InvalidInput, "weights has a wrong shape"),
+        ({"weights": [1.0]}, bsk.InvalidType, "weights is not a tensor"),
         ({"k_index": K[..., :4].contiguous()}, bsk.InvalidInput, "do not match"),
         ({"k_index": K.double()}, bsk.InvalidType, "have different dtypes"),
         ({"q_index": Q[:, :3]}, bsk.InvalidInput, "3 heads over 2"),

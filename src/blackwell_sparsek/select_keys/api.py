@@ -147,6 +147,8 @@ def _check_index(op: str, q: Any, k: Any, weights: Any) -> None:
         check_dtype(op, arg, x, INDEX_DTYPES)
         check_rank(op, arg, x, DENSE)
         check_last_dim_contiguous(op, arg, x)
+    if weights is not None:
+        check_tensor(op, "weights", weights)
     check_same_device(op, {"q_index": q, "k_index": k, "weights": weights})
     check_same_dtype(op, {"q_index": q, "k_index": k})
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -157,7 +159,6 @@ def _check_index(op: str, q: Any, k: Any, weights: Any) -> None:
         expected = "a multiple of the heads of k_index"
         raise InvalidInput(message(op, "q_index", "has a wrong number of heads", expected, got))
     if weights is not None:
-        check_tensor(op, "weights", weights)
         check_dtype(op, "weights", weights, DTYPES)
         check_shape(op, "weights", weights, q.shape[:3])
 
