@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from blackwell_sparsek import matmul
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.nn import BSRLinear
 from blackwell_sparsek.sparse.matrix import BSRMatrix
@@ -263,6 +264,21 @@ def test_compiles_in_one_graph_with_gradients():
     (got,) = torch.autograd.grad(y.sum(), layer.values)
     (expected,) = torch.autograd.grad(layer(x).sum(), layer.values)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_of_the_other_16_bits_casts_the_bias_too(dtype):
+    layer = BSRLinear(32, 32, 16, sparsity=0.5, dtype=dtype)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    x = torch.randn(4, 32, dtype=dtype)
+    with torch.autocast("cpu", dtype=other):
+        y, plain = layer(x), layer.to_linear()(x)
+        with pytest.raises(InvalidType, match="bias has an unsupported dtype"):
+            matmul(x, layer.weight.T, bias=torch.ones(32, dtype=torch.int64))
+    assert y.dtype == other
+    assert_within_budget(y, layer.to_linear().double()(x.double()), plain)
+    y.sum().backward()
+    assert layer.bias.grad.dtype == dtype
 
 
 def test_autocast():

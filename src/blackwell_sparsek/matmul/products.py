@@ -105,6 +105,12 @@ def _computed(*given: Any) -> tuple[torch.Tensor]:
     return (out.squeeze(0 if call.dense_left else 1) if is_vector else out,)
 
 
+def _cast_extra(x: Any, out_dtype: torch.dtype) -> Any:
+    """What autocast does to a bias or a residual: cast it, unless kernels add it as it is."""
+    is_half = isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return cast_operand(x) if is_half and x.dtype != out_dtype else x
+
+
 def _checked(
     sparse: BSRMatrix,
     dense: Any,
@@ -141,8 +147,10 @@ def _checked(
     tail = (dense.shape[-2], features) if dense_left else (features, dense.shape[-1])
     out_shape = (features,) if is_vector else (*dense.shape[:-2], *tail)
     if bias is not None:
+        bias = _cast_extra(bias, out_dtype)
         check_extra(op, "bias", bias, (features,), dense, out_dtype)
     if residual is not None:
+        residual = _cast_extra(residual, out_dtype)
         check_extra(op, "residual", residual, out_shape, dense, out_dtype)
         residual = residual.unsqueeze(vector_dim) if is_vector else residual
 
