@@ -131,6 +131,15 @@ def test_errors():
         shrink_(layer, 0.75, norm="l3")
     with pytest.raises(InvalidType, match=r"schedule cannot be called.*CubicSchedule, got float"):
         GradualPruner(layer, 0.9)
+    for optimizer in ("adam", [layer.values]):
+        with pytest.raises(InvalidType, match="shrink_: optimizer has a wrong type"):
+            shrink_(layer, 0.75, optimizer=optimizer)
+        with pytest.raises(InvalidType, match="GradualPruner: optimizer has a wrong type"):
+            GradualPruner(layer, CubicSchedule(0.9, end=5), optimizer=optimizer)
+    with pytest.raises(InvalidType, match="model has a wrong type"):
+        GradualPruner([layer], CubicSchedule(0.9, end=5))
+    with pytest.raises(InvalidInput, match=r"model has no layers; expected BSRLinear.*sparsify_"):
+        GradualPruner(nn.Linear(2, 2), CubicSchedule(0.9, end=5)).step()
     with pytest.raises(InvalidInput, match=r"every is out of range.*got 0"):
         GradualPruner(layer, CubicSchedule(0.9, end=5), every=0)
 

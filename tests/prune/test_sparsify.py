@@ -112,7 +112,19 @@ def test_input_norms():
         input_norms(model, ["0"], [])
     with pytest.raises(RuntimeError, match="shape"):
         input_norms(model, ["0"], [torch.ones(1, 4)])
+    with pytest.raises(InvalidInput, match=r"'up', which is no module.*got 0"):
+        input_norms(model, ["0", "up"], [x])
+    with pytest.raises(InvalidType, match="names has a wrong type"):
+        input_norms(model, [0], [x])
     assert model.training and not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_input_norms_of_one_sample_and_of_other_dtypes(dtype):
+    model = nn.ModuleDict({"up": nn.Linear(3, 2)}).to(dtype)
+    model.forward = lambda x: model["up"](x)
+    found = input_norms(model, "up", [torch.tensor([3.0, -1, 0], dtype=dtype)])
+    assert found["up"].tolist() == [3, 1, 0] and found["up"].dtype == torch.float32
 
 
 class TwoInputs(nn.Module):
@@ -181,6 +193,14 @@ def test_layers_with_hooks_are_skipped(kind):
     assert summary.skipped == {"0": "has hooks"} and len(summary.layers) == 1
 
 
+def test_layers_with_a_forward_of_their_own_are_skipped():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x.to(torch.float32))
+    summary = sparsify_(model, (16, 16), 0.0)
+    assert summary.skipped == {"0": "has a forward of its own"} and len(summary.layers) == 1
+
+
 def test_progress_is_shown_for_long_work_only(capsys, monkeypatch):
     from blackwell_sparsek.prune import sparsify as progress
 
@@ -209,6 +229,9 @@ def test_errors_change_nothing():
             sparsify_(model, (16, 16), 0.5, **options)
     with pytest.raises(InvalidInput, match="sparsity is out of range"):
         sparsify_(model, (16, 16), 2.0)
+    for arg, value in (("exclude", None), ("include", [3])):
+        with pytest.raises(InvalidType, match=f"{arg} has a wrong type; expected str or several"):
+            sparsify_(model, (16, 16), 0.5, **{arg: value})
     with pytest.raises(InvalidType, match="block_shape is not a pair"):
         sparsify_(model, "16", 0.5)
     with pytest.raises(InvalidType, match=r"BSRLinear.from_linear makes a single one"):

@@ -119,6 +119,11 @@ def test_errors():
         block_magnitude(w.int(), (16, 16), 0.5)
     with pytest.raises(InvalidInput, match="w has no values; expected a real device"):
         block_magnitude(w.to("meta"), (16, 16), 0.5)
+    with pytest.raises(InvalidInput, match="are on different devices"):
+        wanda(w, torch.ones(32, device="meta"), (16, 16), 0.5)
+    for inputs in (torch.full((32,), math.nan), torch.full((2, 32), math.inf)):
+        with pytest.raises(InvalidInput, match="inputs gives a norm that is not finite"):
+            wanda(w, inputs, (16, 16), 0.5)
     w[3, 3] = math.nan
     with pytest.raises(InvalidInput, match="gives a block score that is not finite"):
         block_magnitude(w, (16, 16), 0.5)

@@ -7,7 +7,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.checks import check_choice, check_dtype, check_shape, check_tensor, message
+from ..core.checks import (
+    check_choice,
+    check_dtype,
+    check_has_data,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..core.fp8 import E4M3
@@ -429,6 +436,7 @@ def initial_pattern(
     check_tensor(op, "keep", keep)
     check_dtype(op, "keep", keep, (torch.bool,))
     check_shape(op, "keep", keep, blocks)
+    check_has_data(op, "keep", keep)
     indptr = F.pad(keep.sum(1).cumsum(0, dtype=torch.int32), (1, 0))
     indices = keep.nonzero(as_tuple=True)[1].int()
     return BSRPattern._from_parts(indptr, indices, shape, block_shape)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -72,6 +73,7 @@ def shrink_(
         raise InvalidInput(message(op, "sparsity", problem, expected, sparsity))
     old = layer.values
     if optimizer is not None:
+        _check_optimizer(op, optimizer)
         _group_of(op, optimizer, old)
     if count == layer.nnz_blocks:
         return
@@ -84,6 +86,12 @@ def shrink_(
     new = layer.keep_blocks_(entries)
     if optimizer is not None:
         _replace_parameter(optimizer, old, new, entries)
+
+
+def _check_optimizer(op: str, optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        expected, got = "torch.optim.Optimizer", type(optimizer).__name__
+        raise InvalidType(message(op, "optimizer", "has a wrong type", expected, got))
 
 
 def _group_of(op: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
@@ -140,7 +148,8 @@ class GradualPruner:
     Raises
     ------
     InvalidInput
-        If `every`, `norm` or the schedule is wrong, or a loaded state is malformed.
+        If `every`, `norm` or the schedule is wrong, the model has no `BSRLinear` when a step prunes
+        it, or a loaded state is malformed.
 
     Examples
     --------
@@ -171,6 +180,11 @@ class GradualPruner:
         per_row: bool = False,
     ):
         op = "GradualPruner"
+        if not isinstance(model, nn.Module):
+            expected, got = "torch.nn.Module", type(model).__name__
+            raise InvalidType(message(op, "model", "has a wrong type", expected, got))
+        if optimizer is not None:
+            _check_optimizer(op, optimizer)
         if not isinstance(every, int) or every < 1:
             expected = "an integer of 1 or more"
             raise InvalidInput(message(op, "every", "is out of range", expected, every))
@@ -195,9 +209,12 @@ class GradualPruner:
         return sparsity
 
     def _prune_to(self, sparsity: float) -> None:
-        for layer in self.model.modules():
-            if not isinstance(layer, BSRLinear):
-                continue
+        layers = [layer for layer in self.model.modules() if isinstance(layer, BSRLinear)]
+        if not layers:
+            expected = "BSRLinear layers, such as sparsify_(model, block_shape, 0.0) makes"
+            got = type(self.model).__name__
+            raise InvalidInput(message("GradualPruner", "model", "has no layers", expected, got))
+        for layer in layers:
             if kept_count(sparsity, layer.blocks) < layer.nnz_blocks:
                 shrink_(
                     layer,

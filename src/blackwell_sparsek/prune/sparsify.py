@@ -125,8 +125,8 @@ def sparsify_(
     -------
     SparsifySummary
         What was done to each linear layer, and why some were skipped: by `include` and `exclude`,
-        subclasses of Linear, and layers with shared weights or with hooks, on which other code
-        relies. Prints as a table.
+        subclasses of Linear, and layers with shared weights, with hooks or with a `forward` of
+        their own, on which other code relies. Prints as a table.
 
     Raises
     ------
@@ -165,7 +165,8 @@ bias=True)
         expected = "a module that holds the layers (BSRLinear.from_linear makes a single one)"
         raise InvalidType(message(op, "model", "has a wrong type", expected, type(model).__name__))
 
-    layers, skipped = _select(op, model, _patterns(include), _patterns(exclude))
+    included, excluded = _names(op, "include", include), _names(op, "exclude", exclude)
+    layers, skipped = _select(op, model, included, excluded)
     norms = {}
     if calibration is not None:
         norms = input_norms(model, [names[0] for names in layers.values()], calibration)
@@ -192,8 +193,13 @@ bias=True)
     return SparsifySummary(tuple(done), skipped)
 
 
-def _patterns(patterns: str | Iterable[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+def _names(op: str, arg: str, names: str | Iterable[str]) -> list[str]:
+    """One name, or several; the same for patterns of names."""
+    found = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        got = type(wrong[0]).__name__
+        raise InvalidType(message(op, arg, "has a wrong type", "str or several of them", got))
+    return found
 
 
 def _select(
@@ -261,6 +267,9 @@ def _why_not(linear: nn.Linear, owners: dict[torch.Tensor, int]) -> str | None:
     )
     if any(hooks) or any(of_parameters):
         return "has hooks"
+    if "forward" in vars(linear):
+        # accelerate moves inputs and weights between devices so
+        return "has a forward of its own"
     return None
 
 
@@ -291,7 +300,7 @@ def input_norms(
     ----------
     model : torch.nn.Module
         Run in evaluation mode without gradients; its mode is restored.
-    names : names of modules in `model`, such as `torch.nn.Linear` layers
+    names : names of modules in `model`, such as `torch.nn.Linear` layers; a str is one name
         The first argument of each must be a Tensor [..., features].
     batches : iterable of what `model` is called with
         A Mapping gives keyword arguments, a tuple or list positional ones, anything else the only
@@ -305,7 +314,7 @@ def input_norms(
     Raises
     ------
     InvalidInput
-        If `batches` is empty, or a named layer is never called.
+        If `batches` is empty, a name is unknown, or a named layer is never called.
 
     Examples
     --------
@@ -320,13 +329,15 @@ def input_norms(
         problem, got = "is not a sequence of batches", type(batches).__name__
         raise InvalidType(message("input_norms", "batches", problem, expected, got))
     squares: dict[str, torch.Tensor] = {}
-    names = list(names)
+    modules = _named(model, _names("input_norms", "names", names))
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
             wide = torch.float32 if x.device.type == "mps" else torch.float64
-            norms = torch.linalg.vector_norm(x.detach().flatten(0, -2), dim=0, dtype=torch.float32)
+            kind = torch.promote_types(x.dtype, torch.float32)
+            rows = x.detach().reshape(-1, x.shape[-1])
+            norms = torch.linalg.vector_norm(rows, dim=0, dtype=kind)
             square = norms.to(wide).square()
             squares[name] = squares[name] + square if name in squares else square
 
@@ -334,8 +345,8 @@ def input_norms(
 
     was_training = {module: module.training for module in model.modules()}
     handles = [
-        model.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
-        for name in names
+        module.register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name, module in modules.items()
     ]
     total = len(batches) if isinstance(batches, Sized) else None
     progress = Progress("calibration batches", total)
@@ -351,13 +362,23 @@ def input_norms(
             handle.remove()
         for module, training in was_training.items():
             module.training = training
-    missed = [name for name in names if name not in squares]
+    missed = [name for name in modules if name not in squares]
     if missed:
         expected = "batches that reach every layer (exclude the others)"
         got = f"nothing for {', '.join(missed[:5])}{' ...' if len(missed) > 5 else ''}"
         problem = "did not reach some layers"
         raise InvalidInput(message("input_norms", "batches", problem, expected, got))
     return {name: square.sqrt().float() for name, square in squares.items()}
+
+
+def _named(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    known = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in known:
+            problem = f"has {name!r}, which is no module of the model"
+            got = ", ".join([other for other in known if other][:5]) or "a model without any"
+            raise InvalidInput(message("input_norms", "names", problem, "names of modules", got))
+    return {name: known[name] for name in names}
 
 
 def _call(model: nn.Module, batch: Any) -> None:

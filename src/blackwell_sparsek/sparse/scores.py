@@ -4,7 +4,14 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_choice, check_dtype, check_rank, check_tensor, message
+from ..core.checks import (
+    check_choice,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_tensor,
+    message,
+)
 from ..core.errors import InvalidInput, InvalidType
 from ..launch.launcher import cdiv
 from .convert import as_blocks
@@ -149,14 +156,20 @@ def _check_weight(op: str, w: Any, block_shape: Any) -> tuple[int, int]:
 def _feature_norms(op: str, w: torch.Tensor, inputs: Any) -> torch.Tensor:
     check_tensor(op, "inputs", inputs)
     check_dtype(op, "inputs", inputs, VALUE_DTYPES)
+    check_same_device(op, {"w": w, "inputs": inputs})
     if inputs.dim() == 0 or inputs.shape[-1] != w.shape[1]:
         expected = f"[{w.shape[1]}] norms or [..., {w.shape[1]}] activations"
         problem = "does not fit the weight"
         raise InvalidInput(message(op, "inputs", problem, expected, list(inputs.shape)))
     wide = torch.promote_types(torch.promote_types(w.dtype, inputs.dtype), torch.float32)
     if inputs.dim() == 1:
-        return inputs.detach().to(wide)
-    return torch.linalg.vector_norm(inputs.detach().flatten(0, -2), dim=0, dtype=wide)
+        norms = inputs.detach().to(wide)
+    else:
+        norms = torch.linalg.vector_norm(inputs.detach().flatten(0, -2), dim=0, dtype=wide)
+    if not bool(torch.isfinite(norms).all()):
+        problem = "gives a norm that is not finite"
+        raise InvalidInput(message(op, "inputs", problem, "finite values", "inf or NaN"))
+    return norms
 
 
 def block_norms(blocks: torch.Tensor, norm: str) -> torch.Tensor:
