@@ -1,6 +1,7 @@
 import copy
 import io
 import pickle
+import re
 import subprocess
 import sys
 
@@ -279,6 +280,18 @@ def test_autocast_of_the_other_16_bits_casts_the_bias_too(dtype):
     assert_within_budget(y, layer.to_linear().double()(x.double()), plain)
     y.sum().backward()
     assert layer.bias.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 16), (4, 16, 16), (3, 16, 8)], ids=str)
+def test_values_that_do_not_fit_the_pattern_are_refused(shape):
+    layer = BSRLinear(48, 32, 16, sparsity=0.5)
+    problem = r"b has values that do not fit its pattern; expected \[3, 16, 16\], got "
+    layer.values = nn.Parameter(torch.ones(shape))
+    for x in (torch.ones(2, 48), torch.ones(2, 48, requires_grad=True)):
+        with pytest.raises(InvalidInput, match=problem + re.escape(str(list(shape)))):
+            layer(x)
+    with pytest.raises(InvalidInput, match="a has values that do not fit its pattern"):
+        matmul(layer.weight, layer.weight.T)
 
 
 def test_autocast():

@@ -24,6 +24,7 @@ from . import autograd as _derivatives  # noqa: F401
 from .fp8_inputs import fp8_product, is_fp8_product
 from .inputs import (
     Options,
+    check_blocks,
     check_operand,
     check_options,
     check_out_dtype,
@@ -202,6 +203,7 @@ def _sparse_sparse(
             expected = "wider blocks (dequantize() gives them)"
             problem = "is in fp8, which products of two block-sparse operands do not take"
             raise InvalidInput(message(op, arg, problem, expected, matrix.dtype))
+        check_blocks(op, arg, matrix)
         check_derivatives(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})

@@ -21,7 +21,7 @@ from ..core.fp8 import E4M3
 from ..launch.replay import record, repeat
 from ..sparse.matrix import BSRMatrix
 from .fp8_op import bsr_matmul_fp8
-from .inputs import Options, check_options, needs_grad
+from .inputs import Options, check_blocks, check_options, needs_grad
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = "1x128"
@@ -84,6 +84,7 @@ def _checked(
         expected = "x @ w.T, with the quantized operand on the left"
         problem = "has scales along rows, which the product does not sum over"
         raise InvalidInput(message(op, dense_arg, problem, expected, "w @ x"))
+    check_blocks(op, sparse_arg, sparse)
     _check_activations(op, x, sparse)
     out_dtype = torch.bfloat16 if options.out_dtype is None else options.out_dtype
     check_choice(op, "out_dtype", out_dtype, OUT_DTYPES)

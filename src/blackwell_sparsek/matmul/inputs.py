@@ -16,6 +16,7 @@ from ..core.checks import (
 )
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
+from ..sparse.matrix import BSRMatrix
 from ..sparse.validate import VALUE_DTYPES
 
 
@@ -54,6 +55,18 @@ def check_operand(op: str, arg: str, x: Any) -> None:
     check_tensor(op, arg, x)
     check_derivatives(op, arg, x)
     check_dtype(op, arg, x, VALUE_DTYPES)
+
+
+def check_blocks(op: str, arg: str, matrix: BSRMatrix) -> None:
+    """Check that there is a block for each entry of the pattern: kernels read as many.
+
+    Values of a layer can be replaced at any time, and its pattern not with them.
+    """
+    pattern, stored = matrix.pattern, matrix.storage
+    expected = (pattern.nnz_blocks, *pattern.block_shape)
+    if tuple(stored.shape) != expected:
+        problem = "has values that do not fit its pattern"
+        raise InvalidInput(message(op, arg, problem, list(expected), list(stored.shape)))
 
 
 def check_readable(op: str, arg: str, x: torch.Tensor) -> None:

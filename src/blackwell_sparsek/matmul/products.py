@@ -16,6 +16,7 @@ from .choice import matmul_dispatch
 from .dense import matmul as multiply_densely
 from .inputs import (
     Options,
+    check_blocks,
     check_extra,
     check_operand,
     check_options,
@@ -44,7 +45,7 @@ def replayed_product(
     given = (sparse, dense, bias, residual, options)
     (product,) = record(known, options, inputs, _computed, *given, operands=2)
     # recorded just now, but not to be repeated by launches alone
-    if found is not None and found.key in known and known[found.key] is None:
+    if found is not None and known.get(found.key, found) is None:
         known[found.key] = dense_product(_checked(*given), options.impl)
     return product
 
@@ -126,6 +127,7 @@ def _checked(
     check_operand(op, dense_arg, dense)
     if dense.dim() == 0:
         raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
+    check_blocks(op, sparse_arg, sparse)
     check_derivatives(op, sparse_arg, sparse.storage)
     storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
