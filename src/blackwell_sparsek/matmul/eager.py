@@ -54,7 +54,11 @@ _groups_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def row_groups(indptr: torch.Tensor) -> list[RowGroup]:
     """The rows of `indptr` [rows + 1] that are not empty, grouped by their count."""
     if indptr not in _groups_of:
-        _groups_of[indptr] = _find_groups(indptr.long())
+        found = _find_groups(indptr.long())
+        if indptr.is_cuda:
+            # the next product with this pattern may run on another stream
+            torch.cuda.current_stream(indptr.device).synchronize()
+        _groups_of[indptr] = found
     groups: list[RowGroup] = _groups_of[indptr]
     return groups
 

@@ -79,9 +79,11 @@ def fragment_columns(indptr: torch.Tensor, indices: torch.Tensor, per_block: int
 
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    _COLUMNS[indptr] = columns = made_outside_pool(make, indptr.device)
+    columns = made_outside_pool(make, indptr.device)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
+    # only now: another thread, with another stream, may find it at once
+    _COLUMNS[indptr] = columns
     return columns
 
 

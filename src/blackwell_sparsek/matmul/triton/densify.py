@@ -75,9 +75,11 @@ def block_table(indptr: torch.Tensor, indices: torch.Tensor, cols_b: int) -> tor
 
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    _TABLES[indptr] = table = made_outside_pool(make, indptr.device)
+    table = made_outside_pool(make, indptr.device)
     if indptr.is_cuda:
         torch.cuda.current_stream(indptr.device).synchronize()
+    # only now: another thread, with another stream, may find it at once
+    _TABLES[indptr] = table
     return table
 
 

@@ -75,8 +75,12 @@ def packed_pattern(
     if indptr.is_cuda and torch.cuda.is_current_stream_capturing():
         # part of the graph, so not kept
         return pack_pattern(*pattern)
-    packed[group] = made_outside_pool(lambda: pack_pattern(*pattern).trimmed(), indptr.device)
-    return packed[group]
+    made = made_outside_pool(lambda: pack_pattern(*pattern).trimmed(), indptr.device)
+    if indptr.is_cuda:
+        # the next product with this pattern may run on another stream
+        torch.cuda.current_stream(indptr.device).synchronize()
+    packed[group] = made
+    return made
 
 
 # Rows one program copies: blocks of 16 x 16 are too small to give each its own.
