@@ -353,6 +353,13 @@ def test_keep_blocks():
         layer.keep_blocks_(torch.arange(3) > 0)
     layer(torch.ones(1, 64)).sum().backward()
     assert layer.values.grad.shape[0] == 2
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        hook = getattr(layer.values, register)(lambda _: None)
+        with pytest.raises(InvalidInput, match="values have hooks"):
+            layer.keep_blocks_(torch.arange(2) > 0)
+        assert layer.nnz_blocks == 2
+        hook.remove()
+    assert layer.keep_blocks_(torch.arange(2) > 0).shape[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,11 @@ def test_errors():
         GradualPruner([layer], CubicSchedule(0.9, end=5))
     with pytest.raises(InvalidInput, match=r"model has no layers; expected BSRLinear.*sparsify_"):
         GradualPruner(nn.Linear(2, 2), CubicSchedule(0.9, end=5)).step()
+    tied = nn.Sequential(BSRLinear(64, 64, 16), BSRLinear(64, 64, 16))
+    tied[1].values = tied[0].values
+    with pytest.raises(InvalidInput, match="model has layers that share their values"):
+        GradualPruner(tied, CubicSchedule(0.9, end=5)).step()
+    assert tied[0].values is tied[1].values
     with pytest.raises(InvalidInput, match=r"every is out of range.*got 0"):
         GradualPruner(layer, CubicSchedule(0.9, end=5), every=0)
 

@@ -60,7 +60,8 @@ class BSRLinear(BSRWeight):
     values : Parameter [nnz_blocks, bh, bw]
         The blocks, an ordinary parameter for optimizers, FSDP and checkpoints. The part of edge
         blocks beyond the sizes is zero and stays zero under the elementwise optimizers of
-        `torch.optim` (with `eps > 0`).
+        `torch.optim` (with `eps > 0`). Whatever else writes to the values, such as an
+        initialization of your own, must leave it zero: checkpoints with other values are refused.
     bias : Parameter [out_features] or None
     indptr, indices, weight_shape : buffers, saved with the values
     descale : buffer [nnz_blocks] of a layer in fp8 (`to_fp8`), saved as well; None in others

@@ -281,15 +281,21 @@ class BSRWeight(nn.Module):
         Parameter
             The new `values`. Optimisers still hold the old ones; use
             `blackwell_sparsek.prune.shrink_` to update them too. The old gradient is carried over.
+            Values with hooks are refused: the new ones would not have them.
         """
         op = "BSRWeight.keep_blocks_"
         check_tensor(op, "entries", entries)
         check_dtype(op, "entries", entries, (torch.bool,))
         check_shape(op, "entries", entries, (self.nnz_blocks,))
+        old = self.values
+        if old._backward_hooks or old._post_accumulate_grad_hooks:
+            # what they do would silently end, such as the steps of an optimizer in the backward
+            problem = "have hooks, which the smaller Parameter would not have"
+            expected = "values without hooks (remove them, and register them again afterwards)"
+            raise InvalidInput(message(op, "values", problem, expected, "hooks"))
         entries = entries.to(self.indices.device)
         before = nn.functional.pad(entries.cumsum(0, dtype=torch.int32), (1, 0))
         indptr, indices = before[self.indptr.long()], self.indices[entries]
-        old = self.values
         values = nn.Parameter(old.detach()[entries], requires_grad=old.requires_grad)
         if old.grad is not None:
             values.grad = old.grad[entries]

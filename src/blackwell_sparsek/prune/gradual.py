@@ -44,8 +44,8 @@ def shrink_(
     Raises
     ------
     InvalidInput
-        If the sparsity is below the current one, the layer is in fp8, or the optimizer does not
-        hold it.
+        If the sparsity is below the current one, the layer is in fp8, its values have hooks, or the
+        optimizer does not hold it.
 
     Examples
     --------
@@ -148,8 +148,8 @@ class GradualPruner:
     Raises
     ------
     InvalidInput
-        If `every`, `norm` or the schedule is wrong, the model has no `BSRLinear` when a step prunes
-        it, or a loaded state is malformed.
+        If `every`, `norm` or the schedule is wrong, or a loaded state is malformed; in a step that
+        prunes, if the model has no `BSRLinear`, or several that share their values.
 
     Examples
     --------
@@ -214,6 +214,11 @@ class GradualPruner:
             expected = "BSRLinear layers, such as sparsify_(model, block_shape, 0.0) makes"
             got = type(self.model).__name__
             raise InvalidInput(message("GradualPruner", "model", "has no layers", expected, got))
+        if len({id(layer.values) for layer in layers}) < len(layers):
+            problem = "has layers that share their values, which pruning would separate"
+            expected = "one BSRLinear in several places"
+            got = "several with the same values"
+            raise InvalidInput(message("GradualPruner", "model", problem, expected, got))
         for layer in layers:
             if kept_count(sparsity, layer.blocks) < layer.nnz_blocks:
                 shrink_(
