@@ -84,7 +84,8 @@ def select_keys(
     Returns
     -------
     KeySelection
-        `[B, lists, Tq, K]` with K of `top_k`, or of all entries without it.
+        `[B, lists, Tq, K]`; K is `top_k`, or the number of all entries if that is less or there is
+        no `top_k`.
 
     Raises
     ------

@@ -39,6 +39,8 @@ def check_pair(op: str, arg: str, value: Any, smallest: int) -> tuple[int, int]:
         raise InvalidInput(message(op, arg, "is not a pair", expected, list(value)))
     if not all(isinstance(v, int | torch.SymInt) and not isinstance(v, bool) for v in value):
         raise InvalidType(message(op, arg, "is not a pair of integers", expected, list(value)))
+    if any(v > MAX_INDEX for v in value):
+        expected = f"two integers of at most {MAX_INDEX}"
     if not all(smallest <= v <= MAX_INDEX for v in value):
         raise InvalidInput(message(op, arg, "is out of range", expected, list(value)))
     return value[0], value[1]
