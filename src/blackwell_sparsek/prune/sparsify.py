@@ -267,8 +267,9 @@ def _why_not(linear: nn.Linear, owners: dict[torch.Tensor, int]) -> str | None:
     )
     if any(hooks) or any(of_parameters):
         return "has hooks"
-    if "forward" in vars(linear):
-        # accelerate moves inputs and weights between devices so
+    own = vars(linear).get("forward")
+    # accelerate moves inputs and weights between devices so, and puts the usual one back
+    if own is not None and getattr(own, "__func__", None) is not nn.Linear.forward:
         return "has a forward of its own"
     return None
 
