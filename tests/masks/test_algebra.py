@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.core.errors import InvalidInput, InvalidType
+from blackwell_sparsek.core.errors import BskError, InvalidInput, InvalidType
 from blackwell_sparsek.masks.block_mask import BlockMask
 
 SIZES = [((40, 40), (16, 16)), ((33, 70), (16, 32)), ((1, 17), (16, 16)), ((64, 64), (64, 32))]
@@ -64,7 +64,9 @@ def test_combined_masks_attend():
     torch.testing.assert_close(got, bsk.attention(q, q, q, causal=True, window=9))
 
 
-@pytest.mark.parametrize("index", [0, -1, (1, 2), (slice(None), slice(1, 3)), (slice(1, None), -1)])
+@pytest.mark.parametrize(
+    "index", [0, -1, (1, 2), (), (slice(None), slice(1, 3)), (slice(1, None), -1)]
+)
 def test_selection(index):
     shown = elements(2, 3, (40, 33), 0)
     mask = BlockMask.from_element_mask(shown, 16)
@@ -112,6 +114,19 @@ def test_wrong_types():
         mask[1]
     with pytest.raises(InvalidType, match="mask_mod is not callable"):
         BlockMask.from_function(torch.ones(40, 40), 40, 16)
+    with pytest.raises(InvalidType, match="batch is not an int"):
+        mask.to_svg(slice(None))
+
+
+@pytest.mark.parametrize("mask_mod, match", [
+    (lambda b, h, q, kv: q - kv, "returns a wrong dtype; .* got torch.int64"),
+    (lambda b, h, q, kv: (q >= kv).float(), "returns a wrong dtype"),
+    (lambda b, h, q, kv: True, "does not return a tensor; .* got bool"),
+    (lambda b, h, q, kv: torch.stack([q >= kv, q < kv]), "returns a wrong shape"),
+])  # fmt: skip
+def test_functions_must_return_one_bool(mask_mod, match):
+    with pytest.raises(BskError, match=f"from_function: mask_mod {match}"):
+        BlockMask.from_function(mask_mod, 40, 16)
 
 
 def test_a_mask_per_kv_head_is_repeated_for_query_heads():
@@ -135,6 +150,7 @@ def test_a_mask_per_kv_head_is_repeated_for_query_heads():
 def test_lists_of_numbers():
     mask = BlockMask.from_dense(torch.eye(3, dtype=torch.bool).view(3, 1, 1, 3), (16, 16))
     assert mask[[2, 0, -1]].to_dense()[:, 0, 0].equal(torch.eye(3, dtype=torch.bool)[[2, 0, 2]])
+    assert mask[::-1].equals(mask[[2, 1, 0]])
     with pytest.raises(IndexError, match="out of range"):
         mask[[0, 3]]
     with pytest.raises(InvalidInput, match="selects nothing"):

@@ -99,3 +99,17 @@ def test_on_a_gpu_repeated_calls_of_several_lengths_agree():
         exact = bsk.BlockMask.from_dense(KEEP.cuda(), 64, seq_lengths=lengths)
         ours = bsk.attention(q, k, v, block_mask=mask)
         assert torch.equal(ours, bsk.attention(q, k, v, block_mask=exact))
+
+
+def test_parts_and_combinations_fit_every_length_too():
+    mask = bsk.BlockMask.from_dense(torch.stack([KEEP, ~KEEP]), 16)
+    either = bsk.BlockMask.from_dense(torch.ones_like(KEEP), 16)
+    for whole, part in ((mask[:, 1], ~KEEP), (mask[:, 0] & mask[:, 1], KEEP & ~KEEP),
+                        (mask | mask, torch.stack([KEEP, ~KEEP]))):  # fmt: skip
+        expected = bsk.BlockMask.from_dense(part, 16, seq_lengths=(33, 49))
+        assert whole.for_lengths(33, 49).equals(expected)
+    causal = bsk.masks.causal((33, 49), 16)
+    for combined in (causal & either, either & causal):
+        assert combined.equals(causal)
+        with pytest.raises(InvalidInput, match="was made for given lengths"):
+            combined.for_lengths(48, 64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blackwell_sparsek import BlockMask, BSRMatrix, InvalidInput, Unsupported
+from blackwell_sparsek import BlockMask, BSRMatrix, InvalidInput, Unsupported, masks
 
 META = torch.device("meta")
 X = torch.randn(8, 8)
@@ -27,6 +27,8 @@ INDICES = torch.tensor([0, 1], dtype=torch.int32)
         ),
         ("keep", lambda: BlockMask.from_dense(KEEP.to(META), 16)),
         ("visible", lambda: BlockMask.from_element_mask(VISIBLE.to(META), 16)),
+        ("mask", lambda: BlockMask.from_function(lambda b, h, q, kv: q >= kv, 32, 16, device=META)),
+        ("cu_seqlens", lambda: masks.documents(INDPTR.to(META), 16)),
         (
             "indptr",
             lambda: BlockMask(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.checks import message
+from ..core.checks import check_has_data, message
 from ..core.errors import InvalidInput, InvalidType
 from . import bits as bit_masks
 from .block_lists import lists_from_blocks
@@ -44,7 +44,8 @@ def from_function(
     mb, nb = (-(-n // size) for n, size in zip(seq, block, strict=True))
     rows = torch.arange(masks * mb, device=device).repeat_interleave(nb)
     cols = torch.arange(nb, device=device).repeat(masks * mb)
-    shown, exists = evaluate(mask_mod, rows, cols, heads, mb, seq, block)
+    check_has_data(op, "the mask", rows)
+    shown, exists = evaluate(op, mask_mod, rows, cols, heads, mb, seq, block)
     some = (shown != 0).flatten(1).any(1)
     full = (shown == exists).flatten(1).all(1) & some
     rows, cols, shown, full = rows[some], cols[some], shown[some], full[some]
@@ -68,6 +69,11 @@ def block_table(mask: "BlockMask", batch: int, heads: int) -> torch.Tensor:
 def combined(a: "BlockMask", b: Any, symbol: str) -> "BlockMask":
     """`a & b` or `a | b`; either may broadcast along the batch and the heads."""
     op = f"BlockMask {symbol} BlockMask"
+    # a mask that was made without lengths takes those of the other
+    if a._fits(*b.seq_lengths):
+        a = a.for_lengths(*b.seq_lengths)
+    elif b._fits(*a.seq_lengths):
+        b = b.for_lengths(*a.seq_lengths)
     for arg, x, y in (("seq_lengths", a.seq_lengths, b.seq_lengths),
                       ("block_size", a.block_size, b.block_size),
                       ("device", a.device, b.device)):  # fmt: skip
@@ -107,7 +113,8 @@ def combined(a: "BlockMask", b: Any, symbol: str) -> "BlockMask":
         batch * heads * mb,
         nb,
     )
-    return type(a)._from_parts(lists, pool, batch, heads, seq, block)
+    any_length = a._any_length and b._any_length
+    return type(a)._from_parts(lists, pool, batch, heads, seq, block, any_length=any_length)
 
 
 def _bits_of(entries: torch.Tensor, pool: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
@@ -125,10 +132,8 @@ def selected(mask: "BlockMask", index: Any) -> "BlockMask":
     if len(parts) > 2:
         expected = "[batch] or [batch, head], each an int, a slice or a list of ints"
         raise InvalidInput(message(op, "index", "has too many dimensions", expected, len(parts)))
-    chosen: list[slice | list[int]] = [slice(None), slice(None)]
-    for dim, (part, size) in enumerate(zip(parts, (mask.batch, mask.heads), strict=False)):
-        chosen[dim] = _numbers(op, part, size)
-    batches, heads = chosen
+    batch_part, head_part = (*parts, slice(None), slice(None))[:2]
+    batches, heads = _numbers(op, batch_part, mask.batch), _numbers(op, head_part, mask.heads)
     table = block_table(mask, mask.batch, mask.heads)[batches][:, heads]
     batch, count, mb, nb = table.shape
     if batch * count == 0:
@@ -140,12 +145,14 @@ def selected(mask: "BlockMask", index: Any) -> "BlockMask":
     bits_id[bits_id >= 0] = renamed
     lists = lists_from_blocks(rows, cols, bits_id, batch * count * mb, nb)
     sizes = (batch, count, mask.seq_lengths, mask.block_size)
-    return type(mask)._from_parts(lists, mask.bits[used], *sizes)
+    any_length = mask._any_length
+    return type(mask)._from_parts(lists, mask.bits[used], *sizes, any_length=any_length)
 
 
-def _numbers(op: str, part: Any, size: int) -> slice | list[int]:
+def _numbers(op: str, part: Any, size: int) -> list[int]:
     if isinstance(part, slice):
-        return part
+        # by numbers, because tensors do not take negative steps
+        return list(range(size)[part])
     numbers = part if isinstance(part, list) else [part]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
@@ -158,6 +165,10 @@ def _numbers(op: str, part: Any, size: int) -> slice | list[int]:
 
 def to_svg(mask: "BlockMask", batch: int, head: int, pixels: int) -> str:
     """See `BlockMask.to_svg`."""
+    for arg, index in (("batch", batch), ("head", head)):
+        if not isinstance(index, int) or isinstance(index, bool):
+            got = type(index).__name__
+            raise InvalidType(message("BlockMask.to_svg", arg, "is not an int", "int", got))
     one = selected(mask, (batch, head))
     lists = one.forward
     mb, nb = one.grid

@@ -47,8 +47,9 @@ def from_flex(cls: "type[BlockMask]", flex_mask: Any) -> "BlockMask":
 
     bits_id = torch.full_like(cols, -1)
     pool = empty_pool(block, cols.device)
-    if flex_mask.mask_mod is not None and flex_mask.mask_mod is not flex.noop_mask:
-        bits, exists = evaluate(flex_mask.mask_mod, kv_rows, kv_cols, heads, mb, seq, block)
+    mask_mod = flex_mask.mask_mod
+    if mask_mod is not None and mask_mod is not flex.noop_mask:
+        bits, exists = evaluate(OP, mask_mod, kv_rows, kv_cols, heads, mb, seq, block)
         is_full, is_empty = (bits == exists).flatten(1).all(1), (bits == 0).flatten(1).all(1)
         partial = torch.nonzero(~is_full & ~is_empty).flatten()
         pool, ids = bit_masks.deduplicate(bits[partial])
@@ -97,6 +98,7 @@ def _check_listed_once(rows: torch.Tensor, cols: torch.Tensor, nb: int) -> None:
 
 
 def evaluate(
+    op: str,
     mask_mod: Any,
     rows: torch.Tensor,
     cols: torch.Tensor,
@@ -128,9 +130,24 @@ def evaluate(
             batch, head, q_start, k_start = (x[entry] for x in places)
             # mask_mods index tensors by position, so they must not get a position past the end
             q_pos = (q_start + i).clamp(max=seq[0] - 1)
-            return mask_mod(batch, head, q_pos, (k_start + j).clamp(max=seq[1] - 1))
+            seen = mask_mod(batch, head, q_pos, (k_start + j).clamp(max=seq[1] - 1))
+            _check_seen(op, seen)
+            return seen
 
         count = part.stop - part.start
         shown = create_mask(on_block, 1, count, bq, bk, device=str(rows.device))
         bits[part] = bit_masks.pack(shown[0]) & exists[part]
     return bits, exists
+
+
+def _check_seen(op: str, seen: Any) -> None:
+    """A `mask_mod` must return one bool: bits of other numbers would be those of wrong elements."""
+    expected = "one bool without dimensions, such as q >= kv"
+    if not isinstance(seen, torch.Tensor):
+        got = type(seen).__name__
+        raise InvalidType(message(op, "mask_mod", "does not return a tensor", expected, got))
+    if seen.dtype != torch.bool:
+        raise InvalidType(message(op, "mask_mod", "returns a wrong dtype", expected, seen.dtype))
+    if seen.dim():
+        shape = list(seen.shape)
+        raise InvalidInput(message(op, "mask_mod", "returns a wrong shape", expected, shape))

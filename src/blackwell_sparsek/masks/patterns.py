@@ -265,6 +265,9 @@ def random(
         )
     if not 0.0 <= density <= 1.0:
         raise InvalidInput(message(op, "density", "is out of range", "0 .. 1", density))
+    if generator is not None and not isinstance(generator, torch.Generator):
+        got = type(generator).__name__
+        raise InvalidType(message(op, "generator", "is of a wrong type", "torch.Generator", got))
     if generator is not None and generator.device.type != "cpu":
         raise InvalidInput(
             message(op, "generator", "is on a wrong device", "cpu", generator.device)

@@ -9,6 +9,7 @@ attention call and make bits only where numbers differ within a block; `document
 import torch
 from torch.nn.functional import pad
 
+from ..core.checks import check_has_data
 from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from . import bits as bit_masks
@@ -308,6 +309,7 @@ def documents(
 
 def _document_offsets(op: str, arg: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
     check_cu_seqlens(op, arg, cu_seqlens)
+    check_has_data(op, arg, cu_seqlens)
     offsets = cu_seqlens.to(CPU)
     check_cu_seqlens_values(op, arg, offsets, total=int(offsets[-1]))
     return offsets.to(torch.int64)
