@@ -159,9 +159,39 @@ def test_no_query_heads_over_some_key_heads():
     compare(q, k, v, enable_gqa=True)
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 5, 6), (3, 4, 1, 6), (1, 4, 5, 6), (2, 1, 1, 1, 6)])
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+def test_masks_broadcast_over_more_than_one_batch(shape, kind):
+    """Dimensions count from the last: the first of these may be the second of the batch."""
+    mask = torch.randn(shape) if kind == "bias" else torch.rand(shape) < 0.7
+    mask[..., 0] = 1
+    compare(*make((2, 3, 4, 5, 8), (2, 3, 4, 6, 8), (2, 3, 4, 6, 8)), attn_mask=mask)
+
+
 def test_bool_mask_with_five_dimensions():
     mask = torch.rand(2, 1, 3, 7, 9) > 0.4
     compare(*make((2, 2, 3, 7, 8), (2, 2, 3, 9, 8), (2, 2, 3, 9, 8)), attn_mask=mask)
+
+
+def test_bool_masks_that_vmap_maps_over():
+    q, k, v = torch.randn(3, 5, 2, 4, 9, 8)
+    mask = torch.rand(5, 9, 9) < 0.5
+    mask[..., 0] = True
+    mask[0, 3] = False
+    got = torch.vmap(scaled_dot_product_attention)(q, k, v, mask)
+    expected = torch_sdpa(q, k, v, mask[:, None, None])
+    torch.testing.assert_close(got, expected.nan_to_num(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_autocast_takes_float_masks_of_any_dtype(dtype):
+    q, k, v = torch.randn(3, 2, 4, 9, 8)
+    bias = torch.randn(9, 9, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = scaled_dot_product_attention(q, k, v, bias)
+    assert got.dtype == torch.bfloat16
+    expected = torch_sdpa(q, k, v, bias.float())
+    torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05)
 
 
 def test_float_mask_and_its_gradient():

@@ -8,7 +8,7 @@ import torch
 from ..calls.attention import AttentionCall
 from ..core.checks import check_dtype, check_tensor, is_differentiated_by_func, message
 from ..core.errors import InvalidInput, Unsupported
-from ..core.torch_state import is_explaining
+from ..core.torch_state import autocast_dtype, is_explaining
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.segments import every_block, every_key_block, segments
@@ -120,6 +120,10 @@ def sdpa_or_reason(
     check_qkv(OP, q, k, v, DENSE, NAMES)
     sq, sk = q.shape[2], k.shape[2]
     mask = None if attn_mask is None else _mask_in_4d(attn_mask, lead, q, sk)
+    if mask is not None and not is_bias and _is_batched(mask):
+        # how many blocks are visible would differ from one mask of torch.vmap to the next
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
+        is_bias = True
     band = Band(None, 0 if to_bottom_right else None)
     if is_causal:
         # no query sees a key past the last query; without those keys, top left is a plain shift
@@ -142,6 +146,10 @@ def sdpa_or_reason(
 
 def _is_trained(mask: torch.Tensor) -> bool:
     return (torch.is_grad_enabled() and mask.requires_grad) or is_differentiated_by_func(mask)
+
+
+def _is_batched(x: torch.Tensor) -> bool:
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x)
 
 
 def runs_kernels(call: AttentionCall) -> bool:
@@ -179,7 +187,11 @@ def is_bottom_right(bias: Any, query: Any, key: Any) -> bool:
 
 def _mask_dtypes(query: Any) -> list[torch.dtype]:
     check_tensor(OP, "query", query)
-    return [torch.bool, *{torch.float32, query.dtype}]
+    floats = {torch.float32, query.dtype}
+    if autocast_dtype(query.device) is not None:
+        # torch casts masks as well as q, k and v; a bias is added in fp32 whatever its dtype
+        floats |= {torch.float16, torch.bfloat16}
+    return [torch.bool, *floats]
 
 
 def _as_dense(
@@ -224,16 +236,17 @@ def _mask_in_4d(mask: torch.Tensor, lead: torch.Size, q: torch.Tensor, sk: int) 
         raise InvalidInput(
             message(OP, "attn_mask", "does not broadcast", list(expected), list(mask.shape))
         )
-    while mask.dim() < 4:
+    # counted from the last: the first of four may belong to the middle of a larger batch
+    while mask.dim() < max(4, len(expected)):
         mask = mask.unsqueeze(0)
-    if mask.dim() > 4 or mask.shape[-2] != 1:
-        mask = mask.expand(*mask.shape[:-2], sq, sk)
     mask = mask.expand(*mask.shape[:-1], sk)
     if mask.dim() == 4:
         return mask
     # more leading dimensions than a batch: flatten them all
-    own = mask.shape[-3]
-    return mask.expand(*lead[:-1], own, sq, sk).reshape(math.prod(lead[:-1]), own, sq, sk)
+    *batch, own, rows, _ = mask.shape
+    if any(n != 1 for n in batch):
+        batch = list(lead[:-1])
+    return mask.expand(*batch, own, rows, sk).reshape(math.prod(batch), own, rows, sk)
 
 
 # Block masks from bool masks.
