@@ -123,6 +123,13 @@ def _cache(**options):
             bsk.InvalidInput,
             "k requires gradients, which do not flow through a cache",
         ),
+        (
+            lambda: _cache().append(tokens(2, 1), tokens(2, 1), counts=1.5),
+            bsk.InvalidType,
+            "counts are of a wrong type; expected an int or 2, one for each sequence, got float",
+        ),
+        (lambda: _cache(dtype=FP8, k_scale="1"), bsk.InvalidType, "k_scale is not a number"),
+        (lambda: _cache(dtype=FP8, k_scale=float("inf")), bsk.InvalidInput, "a finite number"),
         (lambda: _cache().truncate(1), bsk.InvalidInput, "expected 0 to 0, got 1 for sequence 0"),
     ],
 )
@@ -130,6 +137,30 @@ def test_errors(call, error, text):
     with pytest.raises(error, match=text) as caught:
         call()
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scales_are_fp32_whatever_the_default_dtype_is(default, scale):
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        cache = bsk.KVCache(2, 2, 4, 8, dtype=FP8, k_scale=scale, v_scale=scale)
+        cache.append(tokens(2, 1), tokens(2, 1))
+    finally:
+        torch.set_default_dtype(was)
+    assert cache.k_scale.dtype == cache.v_scale.dtype == torch.float32
+
+
+def test_caches_made_in_inference_mode_are_written_outside_of_it():
+    with torch.inference_mode():
+        cache, paged = bsk.KVCache(2, 2, 4, 8), bsk.PagedKVCache(4, 4, 2, 8)
+        sequences = paged.add_sequences(2)
+        cache.append(tokens(2, 1), tokens(2, 1))
+    k, v = tokens(2, 1), tokens(2, 1)
+    cache.append(k, v)
+    paged.append(sequences, k, v)
+    assert torch.equal(cache.k[:, :, 1:2], k) and torch.equal(paged.k[:2, 0], k[:, :, 0])
 
 
 def test_a_failed_append_leaves_the_cache_as_it_was():

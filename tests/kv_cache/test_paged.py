@@ -170,6 +170,15 @@ def test_random_histories_keep_every_sequence():
             "PagedKVCache.release: sequences name one twice",
         ),
         (lambda cache, a: cache.fork(-1), bsk.InvalidInput, "sequence is unknown"),
+        (lambda cache, a: cache.fork([a]), bsk.InvalidType, "fork: sequences are no ids"),
+        (
+            lambda cache, a: cache.append(a, tokens(1, 1), tokens(1, 1)),
+            bsk.InvalidType,
+            "append: sequences are not a list; expected a list of ids, got int",
+        ),
+        (lambda cache, a: cache.truncate(a, 0), bsk.InvalidType, "truncate: sequences are not a"),
+        (lambda cache, a: cache.lengths(a), bsk.InvalidType, "lengths: sequences are no ids"),
+        (lambda cache, a: cache.page_table([a], 2.0), bsk.InvalidType, "max_pages is not an int"),
         (lambda cache, a: cache.add_sequences(5), bsk.InvalidInput, "expected at most 4 more"),
         (
             lambda cache, a: cache.write(tokens(1, 1), tokens(1, 1)),

@@ -7,6 +7,7 @@ import torch
 
 from ..core.checks import check_choice, check_rank, check_tensor, message
 from ..core.errors import InvalidInput
+from ..core.torch_state import usable_in_training
 from ..core.transfer import aligned_rows, is_capturing, refuse_capture, to_device
 from ..masks.check import check_count
 from .append import check_new, kv_append
@@ -58,6 +59,8 @@ class KVCache:
     409600
     """
 
+    # a cache made in inference mode could not be written to outside of it
+    @usable_in_training
     def __init__(
         self,
         batch: int,
@@ -207,6 +210,7 @@ class KVCache:
         accounts = {"lengths": self._host_lengths, "reserved": self._reserved}
         return {**saved_tensors(self), **accounts}
 
+    @usable_in_training
     def __setstate__(self, state: dict[str, Any]) -> None:
         op = "KVCache"
         tensors = loaded_tensors(op, state, ("lengths", "reserved"), paged=False)

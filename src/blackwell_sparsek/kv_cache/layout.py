@@ -1,6 +1,8 @@
 """Layouts and dtypes of KV caches, and the checks of scales and counts that they share."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,11 +48,16 @@ def scale_tensor(
 ) -> torch.Tensor | None:
     """A scale given as a number or a tensor, as fp32 on `device`; 1 by default for fp8."""
     if scale is None:
-        return torch.ones((), device=device) if stored == FP8 else None
+        return torch.ones((), dtype=torch.float32, device=device) if stored == FP8 else None
     if not isinstance(scale, torch.Tensor):
-        if not scale > 0:
-            raise InvalidInput(message(op, arg, "must be positive", "a number above 0", scale))
-        scale = torch.tensor(float(scale))
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            got = type(scale).__name__
+            raise InvalidType(message(op, arg, "is not a number", "a float or a tensor", got))
+        number = float(scale)
+        if not 0 < number < math.inf:
+            expected = "a finite number above 0"
+            raise InvalidInput(message(op, arg, "must be positive", expected, scale))
+        scale = torch.full((), number, dtype=torch.float32, device=device)
     scale = scale.to(device)
     check_scale(op, arg, scale, stored, heads)
     return scale
@@ -71,6 +78,9 @@ def check_counts(
     if isinstance(counts, torch.Tensor):
         expected = "ints on the host (bsk.kv_append takes tensors)"
         raise InvalidType(message(op, arg, "are a tensor", expected, type(counts).__name__))
+    if not isinstance(counts, (int, Iterable)):
+        expected = f"an int or {sequences}, one for each sequence"
+        raise InvalidType(message(op, arg, "are of a wrong type", expected, type(counts).__name__))
     each = [counts] * sequences if isinstance(counts, int) else list(counts)
     if len(each) != sequences:
         expected = f"an int or {sequences}, one for each sequence"

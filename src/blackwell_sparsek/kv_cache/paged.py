@@ -1,12 +1,13 @@
 """`PagedKVCache`: keys and values of many sequences in pages of one pool."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.checks import check_choice, message
-from ..core.errors import InvalidInput
+from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_state import usable_in_training
 from ..core.transfer import ALIGNED_INTS, aligned_rows, refuse_capture, to_device
 from ..launch.launcher import cdiv
 from ..masks.check import check_count
@@ -89,6 +90,8 @@ class PagedKVCache:
             [ 0,  1]], dtype=torch.int32)
     """
 
+    # a cache made in inference mode could not be written to outside of it
+    @usable_in_training
     def __init__(
         self,
         num_pages: int,
@@ -177,6 +180,7 @@ class PagedKVCache:
             How many of the T tokens to take for each sequence, the first ones; all by default.
         """
         op = "PagedKVCache.append"
+        _check_ids(op, sequences)
         self._check_new(op, sequences, k, v)
         self._reserve(op, sequences, check_counts(op, counts, len(sequences), k.shape[2]))
         self.write(k, v)
@@ -189,6 +193,7 @@ class PagedKVCache:
         nothing, if there is no room.
         """
         op = "PagedKVCache.reserve"
+        _check_ids(op, sequences)
         self._reserve(op, sequences, check_counts(op, counts, len(sequences), None))
 
     def _reserve(self, op: str, sequences: Sequence[int], counts: list[int]) -> None:
@@ -247,6 +252,7 @@ class PagedKVCache:
     def truncate(self, sequences: Sequence[int], lengths: int | Sequence[int]) -> None:
         """Keep only the first `lengths` tokens, for instance the accepted ones of a draft."""
         op = "PagedKVCache.truncate"
+        _check_ids(op, sequences)
         refuse_capture(op, self.k.device)
         kept = check_counts(op, lengths, len(sequences), None, arg="lengths")
         self._apply(self._book.truncate(op, sequences, kept))
@@ -285,7 +291,7 @@ class PagedKVCache:
         op = "PagedKVCache.page_table"
         states = self._book.states(op, sequences)
         used = max((len(state.pages) for state in states), default=0)
-        columns = max(used, 1) if max_pages is None else max_pages
+        columns = max(used, 1) if max_pages is None else check_count(op, "max_pages", max_pages)
         if not used <= columns <= self._table.shape[1]:
             expected = f"{used} (in use) to {self._table.shape[1]}"
             raise InvalidInput(message(op, "max_pages", "is out of range", expected, columns))
@@ -331,6 +337,7 @@ class PagedKVCache:
         }
         return {**saved_tensors(self), **accounts}
 
+    @usable_in_training
     def __setstate__(self, state: dict[str, Any]) -> None:
         op = "PagedKVCache"
         tensors = loaded_tensors(op, state, ("book", "reserved"), paged=True)
@@ -355,6 +362,12 @@ class PagedKVCache:
     def __repr__(self) -> str:
         sequences = f"{len(self._book.ids)} sequences, {self.free_pages} free pages"
         return f"PagedKVCache({list(self.k.shape)}, {self.k.dtype}, {self.k.device}, {sequences})"
+
+
+def _check_ids(op: str, sequences: Any) -> None:
+    if not isinstance(sequences, Sized):
+        expected, got = "a list of ids", type(sequences).__name__
+        raise InvalidType(message(op, "sequences", "are not a list", expected, got))
 
 
 # What `__setstate__` takes is plain data, and all of it is checked.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..core.checks import message
-from ..core.errors import InvalidInput, OutOfPages
+from ..core.errors import InvalidInput, InvalidType, OutOfPages
 from ..launch.launcher import cdiv
 
 
@@ -166,6 +166,10 @@ class SequencePages:
             problem = "was released" if known else "is unknown"
             expected = "an id that add_sequences or fork returned and release has not taken back"
             raise InvalidInput(message(op, "sequence", problem, expected, sequence)) from None
+        except TypeError:
+            expected = "ids that add_sequences or fork returned"
+            got = type(sequences).__name__
+            raise InvalidType(message(op, "sequences", "are no ids", expected, got)) from None
 
     def distinct_states(self, op: str, sequences: Sequence[int]) -> list[SequenceState]:
         """The states of ids, each of which may occur only once."""
