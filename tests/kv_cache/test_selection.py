@@ -202,6 +202,22 @@ def test_wrong_out():
         bsk.page_summaries(cache.k[:-1], **where, out=made)
     with pytest.raises(bsk.InvalidType, match="out has a wrong type"):
         bsk.page_summaries(cache.k, **where, out=made.low)
+    with pytest.raises(bsk.InvalidInput, match="are on different devices"):
+        bsk.page_summaries(cache.k, **where, out=made._replace(low=made.low.to("meta")))
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda x: x[:-1], "high has a wrong shape"), (lambda x: x.double(), "high has an unsupported"),
+    (lambda x: x[..., :1].expand_as(x), "high has other strides; expected those of low"),
+])  # fmt: skip
+def test_summaries_that_do_not_go_together(change, text):
+    cache, where = paged()
+    made = bsk.page_summaries(cache.k, **where)
+    wrong = made._replace(high=change(made.high))
+    with pytest.raises(bsk.InvalidInput, match=f"topk_pages: summaries.{text}"):
+        bsk.topk_pages(torch.zeros(2, 4, 1, 8), wrong, 3, **where)
+    with pytest.raises(bsk.InvalidInput, match=f"page_summaries: out.{text}"):
+        bsk.page_summaries(cache.k, **where, out=wrong)
 
 
 @pytest.mark.parametrize(

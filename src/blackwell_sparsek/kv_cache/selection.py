@@ -87,7 +87,9 @@ def page_summaries(
     """Per channel, the smallest and largest key of each page, for `topk_pages`.
 
     Compute them once after a prompt, and update them after each append with `out` and
-    `new_tokens`. Neither waits for the device, so a CUDA graph may capture the update.
+    `new_tokens`. Neither waits for the device, so a CUDA graph may capture the update. Sequences
+    that share a page must hold equally many of its tokens: after `fork`, a sequence that was
+    truncated within a shared page belongs in a call of its own, before that of the others.
 
     Parameters
     ----------
@@ -247,6 +249,7 @@ def topk_pages(
         raise InvalidInput(message(op, "page_table", "does not fit", expected, page_table is None))
     batch = _check_lengths(op, cache_seqlens, page_table)
     low = summaries.low
+    _check_pair(op, "summaries", summaries)
     heads, head_dim = low.shape[-2:]
     check_shape(op, "q", q, (batch, q.shape[1], q.shape[2], head_dim))
     if heads == 0 or q.shape[1] % heads:
@@ -320,9 +323,27 @@ def _check_out(
     expected = empty_summaries(like, kind, page_size, paged=paged)
     check_shape(op, "out.low", out.low, expected.low.shape)
     check_dtype(op, "out.low", out.low, [expected.low.dtype])
+    _check_pair(op, "out", out)
+    check_same_device(op, {"k_cache": k_cache, "out": out.low})
     if (out.kind, out.page_size) != (kind, page_size):
         wanted, got = f"{kind} of {page_size} tokens", f"{out.kind} of {out.page_size}"
         raise InvalidInput(message(op, "out", "is of another kind", wanted, got))
+
+
+def _check_pair(op: str, arg: str, summaries: PageSummaries) -> None:
+    """Check that both summaries are tensors of one form: kernels find them at the same offsets."""
+    low, high = summaries.low, summaries.high
+    check_tensor(op, f"{arg}.low", low)
+    check_last_dim_contiguous(op, f"{arg}.low", low)
+    if high is low:
+        return
+    check_tensor(op, f"{arg}.high", high)
+    check_shape(op, f"{arg}.high", high, low.shape)
+    check_dtype(op, f"{arg}.high", high, [low.dtype])
+    check_same_device(op, {f"{arg}.low": low, f"{arg}.high": high})
+    if high.stride() != low.stride():
+        expected, got = f"those of low, {list(low.stride())}", list(high.stride())
+        raise InvalidInput(message(op, f"{arg}.high", "has other strides", expected, got))
 
 
 def summaries_eager(call: SummariesCall) -> None:
