@@ -67,3 +67,14 @@ def test_refusals():
         cache.append(k[:, :1], k, u)
     with pytest.raises(bsk.InvalidInput, match="u"):
         cache.append(k, k, u.double())
+
+
+def test_scores_that_are_refused_leave_the_cache_as_it_was():
+    cache = bsk.SparsekCache(3)
+    k = inputs.normal(1, 2, 4, 8, seed=1)
+    with pytest.raises(bsk.InvalidType, match="append: u has an unsupported dtype"):
+        cache.append(k, k, torch.ones(1, 2, 4, dtype=torch.int64))
+    assert cache.tokens == 0 and cache.k is None
+    # scores of a projection lie the other way around
+    cache.append(k, k, torch.ones(1, 4, 2).transpose(1, 2))
+    assert cache.tokens == 4

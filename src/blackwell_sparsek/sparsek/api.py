@@ -67,8 +67,8 @@ def sparsek(
     sorted. The gradient of z is that of the weights between 0 and 1, less its mean.
 
     Rows that have at most k entries get weights of 1, and a threshold of -inf. An entry of -inf
-    does not exist: its weight is 0. NaN or inf in a row, or a k that is NaN or negative, make the
-    row NaN on a GPU and are refused where the numbers can be read without waiting.
+    does not exist: its weight is 0. NaN or inf in a row make the row NaN. So does a k that is NaN
+    or negative on a GPU; it is refused where it can be read without waiting.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..attention.inputs import DTYPES
 from ..core.checks import check_dtype, check_same_device, check_tensor, message
 from ..core.errors import InvalidInput, InvalidType
 from .api import sparsek
@@ -91,15 +92,18 @@ class SparsekCache:
             got = f"k {list(k.shape)}, v {list(v.shape)}, u {list(u.shape)}"
             raise InvalidInput(message(op, "k/v/u", "do not match", expected, got))
         check_same_device(op, {"k": k, "v": v, "u": u})
+        check_dtype(op, "u", u, DTYPES)
+        u = u.contiguous()
         if self.k is not None and self.v is not None and self.u is not None:
             k = torch.cat([self.k, k], 2)
             v = torch.cat([self.v, v], 2)
             u = torch.cat([self.u, u], 2)
-        self.k, self.v, self.u = k, v, u
-        self.tokens += tokens
         # dropped tokens lie at or below every later threshold: the sum is over those that are left
         _, tau = sparsek(u, self.weight, return_threshold=True)
         tau = tau[..., None]
+        # only now, so that scores which are refused leave the cache as it was
+        self.k, self.v, self.u = k, v, u
+        self.tokens += tokens
         self.tau = tau if self.tau is None else torch.maximum(self.tau, tau)
         if u.shape[2] >= 2 * self._at_last_drop:
             self._drop()
