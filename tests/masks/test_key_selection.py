@@ -1,5 +1,8 @@
 """KeySelection: what it holds, refuses and converts to."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,6 +112,18 @@ def test_moves_and_describes_itself():
     chosen = bsk.KeySelection.from_indices(torch.zeros(1, 1, 2, 1).long(), granularity=4, kv_len=9)
     assert chosen.to("meta").device.type == "meta"
     assert repr(chosen) == "KeySelection([1, 1, 2, 1], granularity=4, kv_len=9, device=cpu)"
+
+
+def test_saved_and_copied(tmp_path):
+    chosen = bsk.KeySelection(IDS, COUNTS, granularity=4, kv_len=10)
+    torch.save(chosen, tmp_path / "chosen.pt")
+    loaded = torch.load(tmp_path / "chosen.pt", weights_only=True)
+    for made in (loaded, copy.deepcopy(chosen), pickle.loads(pickle.dumps(chosen))):
+        assert torch.equal(made.to_dense(), chosen.to_dense())
+    state = chosen.__getstate__()
+    for wrong in ({**state, "ids": IDS.long()}, {**state, "kv_len": -1}, {"ids": IDS}, [IDS]):
+        with pytest.raises(bsk.BskError, match="KeySelection: "):
+            loaded.__setstate__(wrong)
 
 
 def test_made_inside_a_compiled_function():

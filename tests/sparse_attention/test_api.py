@@ -93,6 +93,21 @@ def test_nothing_to_compute(sizes, impl):
     assert out.shape == q.shape and q.grad.shape == q.shape
 
 
+def test_selections_made_in_inference_mode_train(given):
+    (q, k, v, chosen), options = given
+    with torch.inference_mode():
+        made = bsk.KeySelection(
+            chosen.ids.clone(), chosen.counts.clone(), granularity=chosen.granularity,
+            kv_len=chosen.kv_len,
+        )  # fmt: skip
+    q = q.requires_grad_()
+    grads = [
+        torch.autograd.grad(bsk.sparse_attention(q, k, v, x, **options).square().sum(), q)[0]
+        for x in (made, chosen)
+    ]
+    assert torch.equal(*grads)
+
+
 def test_double_backward_is_refused(given):
     (q, k, v, chosen), options = given
     q = q.requires_grad_()

@@ -29,6 +29,9 @@ MOST_ENTRIES = 2**31 - 1
 
 LAYOUT = "[B, Hs, Tq, K]"
 
+# What copies and saved selections consist of.
+STATE = ("ids", "counts", "granularity", "kv_len")
+
 
 class QueriesOfBlocks(NamedTuple):
     """For each block of keys the entries that name it, in the order of their queries.
@@ -94,11 +97,7 @@ class KeySelection:
     def __init__(
         self, ids: torch.Tensor, counts: torch.Tensor, *, granularity: int, kv_len: int
     ) -> None:
-        op = "KeySelection"
-        _check_sizes(op, granularity, kv_len)
-        _check_ids(op, "ids", ids, [torch.int32])
-        check_last_dim_contiguous(op, "ids", ids)
-        _check_counts(op, ids, counts)
+        _check_layout("KeySelection", ids, counts, granularity, kv_len)
         self._set(ids, counts, granularity, kv_len)
         self.validate()
 
@@ -130,8 +129,9 @@ class KeySelection:
             As in the constructor.
         check : bool
             Whether to check the indices, which waits for the device. Without it, nothing waits, so
-            that a CUDA graph may capture this; the results of queries with an index out of range
-            are NaN, and entries that are listed twice count twice.
+            that a CUDA graph may capture this. Kernels then return NaN for queries with an index
+            out of range, and count an entry twice that is listed twice; `eager` and `reference`,
+            which wait anyway, raise.
 
         Examples
         --------
@@ -269,9 +269,27 @@ class KeySelection:
             dense = dense.repeat_interleave(heads // self.heads, 1)
         return BlockMask.from_element_mask(dense, block_size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op = "KeySelection"
+        if not isinstance(state, dict) or sorted(map(str, state)) != sorted(STATE):
+            got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+            what = "the state of a saved KeySelection"
+            raise InvalidInput(message(op, what, "does not fit", STATE, got))
+        # not the numbers, which every implementation checks: those of `from_indices(check=False)`
+        # may be wrong, and a copy of them should not wait for the device
+        _check_layout(op, **state)
+        self._set(**state)
+
     def transpose(self) -> QueriesOfBlocks:
         """For each block the queries that chose it. Does not wait for the device."""
         return queries_of_blocks(self.ids, self.counts, self.num_blocks)
+
+
+# What `__setstate__` takes is plain data, and it is checked there or where it is read.
+torch.serialization.add_safe_globals([KeySelection])
 
 
 def queries_of_blocks(
@@ -299,6 +317,13 @@ def queries_of_blocks(
         order.values, bounds.expand(batch * heads, -1).contiguous(), out_int32=True
     )
     return QueriesOfBlocks(starts, order.indices.to(torch.int32))
+
+
+def _check_layout(op: str, ids: Any, counts: Any, granularity: Any, kv_len: Any) -> None:
+    _check_sizes(op, granularity, kv_len)
+    _check_ids(op, "ids", ids, [torch.int32])
+    check_last_dim_contiguous(op, "ids", ids)
+    _check_counts(op, ids, counts)
 
 
 def _check_sizes(op: str, granularity: Any, kv_len: Any) -> None:

@@ -199,6 +199,9 @@ sparse_attn_bwd: Operator = define_op(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     given = Arguments(*inputs)
+    # a selection may have been made in inference mode, whose tensors autograd cannot save
+    ids, counts = (x.clone() if x.is_inference() else x for x in (given.ids, given.counts))
+    given = given._replace(ids=ids, counts=counts)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     ctx.save_for_backward(*output, *tensors)
     # what autograd saved is put back where None stands
