@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import blackwell_sparsek as bsk
@@ -171,6 +172,15 @@ def test_masks_broadcast_over_more_than_one_batch(shape, kind):
 def test_bool_mask_with_five_dimensions():
     mask = torch.rand(2, 1, 3, 7, 9) > 0.4
     compare(*make((2, 2, 3, 7, 8), (2, 2, 3, 9, 8), (2, 2, 3, 9, 8)), attn_mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (2, 1, 1, 9)])
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_bool_masks_without_data(kind, shape):
+    with torch.device("meta") if kind == "meta" else FakeTensorMode():
+        q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+        got = scaled_dot_product_attention(q, k, v, torch.ones(shape, dtype=torch.bool))
+    assert got.shape == q.shape and got.device == q.device
 
 
 def test_bool_masks_that_vmap_maps_over():

@@ -256,13 +256,13 @@ def block_mask_of(mask: torch.Tensor, sq: int) -> BlockMask:
     """The block mask of bool `[B or 1, H or 1, Sq or 1, Sk]`.
 
     A single row for all queries, as for padding, takes no memory of Sq x Sk. Waits for the device
-    if `may_wait`; otherwise the mask lists all its blocks.
+    if `may_wait`; otherwise, and where there is nothing to read, the mask lists all its blocks.
     """
     sk = mask.shape[3]
     side = 64 if min(sq, sk) >= 64 else 16
     block = (side, max(side, 32))
     same_keys = mask.shape[2] == 1 and mask.shape[1] == 1 and sq > 1
-    if may_wait(mask.device):
+    if may_wait(mask.device) and not _is_without_data(mask):
         if same_keys:
             keys = mask[:, 0, 0].int() - 1
             return segments(keys.new_zeros(keys.shape[0], sq), keys, block)
@@ -270,6 +270,10 @@ def block_mask_of(mask: torch.Tensor, sq: int) -> BlockMask:
     if same_keys:
         return every_key_block(mask[:, 0, 0], sq, block)
     return every_block(mask.expand(-1, -1, sq, -1), block)
+
+
+def _is_without_data(x: torch.Tensor) -> bool:
+    return x.is_meta or type(x).__name__ == "FakeTensor"
 
 
 def may_wait(device: torch.device) -> bool:
