@@ -93,11 +93,11 @@ def check_same_device(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
         raise InvalidInput(message(op, "arguments", "are on different devices", "one", got))
 
 
-def check_same_dtype(op: str, tensors: dict[str, torch.Tensor]) -> None:
-    """All given tensors must have one dtype."""
+def check_same_dtype(op: str, tensors: dict[str, torch.Tensor], *, autocasts: bool = True) -> None:
+    """All given tensors must have one dtype; `autocasts`: autocast would give them one."""
     if len({x.dtype for x in tensors.values()}) > 1:
         got = ", ".join(f"{arg} {x.dtype}" for arg, x in tensors.items())
-        hint = "one dtype (cast them, or run under torch.autocast)"
+        hint = f"one dtype (cast them{', or run under torch.autocast' if autocasts else ''})"
         raise InvalidType(message(op, "/".join(tensors), "have different dtypes", hint, got))
 
 

@@ -183,7 +183,7 @@ def _check_caches(k_cache: Any, v_cache: Any, page_table: Any) -> None:
         check_dtype(_OP, arg, x, STORED)
         check_rank(_OP, arg, x, layout)
         check_last_dim_contiguous(_OP, arg, x)
-    check_same_dtype(_OP, {"k_cache": k_cache, "v_cache": v_cache})
+    check_same_dtype(_OP, {"k_cache": k_cache, "v_cache": v_cache}, autocasts=False)
     check_shape(_OP, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
 
 
@@ -198,7 +198,7 @@ def check_new(
         check_rank(op, arg, x, "[B, Hkv, T, D]")
         check_last_dim_contiguous(op, arg, x)
         check_no_gradient(op, arg, x)
-    check_same_dtype(op, {"k": k, "v": v})
+    check_same_dtype(op, {"k": k, "v": v}, autocasts=False)
     batch = k.shape[0] if paged else k_cache.shape[0]
     heads = k_cache.shape[2] if paged else k_cache.shape[1]
     check_shape(op, "k", k, (batch, heads, k.shape[2], k_cache.shape[3]))

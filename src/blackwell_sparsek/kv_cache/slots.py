@@ -127,7 +127,7 @@ def _check(
         check_dtype(_OP, arg, x, STORED)
         check_rank(_OP, arg, x, PAGED)
         check_last_dim_contiguous(_OP, arg, x)
-    check_same_dtype(_OP, {"k_cache": k_cache, "v_cache": v_cache})
+    check_same_dtype(_OP, {"k_cache": k_cache, "v_cache": v_cache}, autocasts=False)
     check_shape(_OP, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
     new = {"k": k, "v": v} if q is None else {"k": k, "v": v, "q": q}
     for arg, x in new.items():
@@ -136,7 +136,7 @@ def _check(
         check_rank(_OP, arg, x, "[T, H, D]")
         check_last_dim_contiguous(_OP, arg, x)
         check_no_gradient(_OP, arg, x)
-    check_same_dtype(_OP, new)
+    check_same_dtype(_OP, new, autocasts=False)
     tokens, heads = k.shape[0], k_cache.shape[2]
     check_shape(_OP, "k", k, (tokens, heads, k_cache.shape[3]))
     check_shape(_OP, "v", v, (tokens, heads, v_cache.shape[3]))
@@ -175,7 +175,7 @@ def _check_rotary(cos: Any, sin: Any, head_dim: int) -> None:
         check_rank(_OP, arg, x, "[positions, R / 2]")
         check_last_dim_contiguous(_OP, arg, x)
         check_no_gradient(_OP, arg, x)
-    check_same_dtype(_OP, {"rotary.cos": cos, "rotary.sin": sin})
+    check_same_dtype(_OP, {"rotary.cos": cos, "rotary.sin": sin}, autocasts=False)
     check_shape(_OP, "rotary.sin", sin, cos.shape)
     if not 1 <= cos.shape[1] <= head_dim // 2:
         expected = f"1 to {head_dim // 2} columns, half of what is rotated"

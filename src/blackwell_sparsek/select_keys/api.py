@@ -151,7 +151,7 @@ def _check_index(op: str, q: Any, k: Any, weights: Any) -> None:
     if weights is not None:
         check_tensor(op, "weights", weights)
     check_same_device(op, {"q_index": q, "k_index": k, "weights": weights})
-    check_same_dtype(op, {"q_index": q, "k_index": k})
+    check_same_dtype(op, {"q_index": q, "k_index": k}, autocasts=False)
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         got = f"{list(q.shape)} and {list(k.shape)}"
         raise InvalidInput(message(op, "q_index/k_index", "do not match", "one B and one D", got))
