@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -113,3 +115,20 @@ def test_parts_and_combinations_fit_every_length_too():
         assert combined.equals(causal)
         with pytest.raises(InvalidInput, match="was made for given lengths"):
             combined.for_lengths(48, 64)
+
+
+def test_threads_share_what_was_made():
+    """Lengths that are dropped by one thread may be dropped by another at the same time."""
+    mask, interval = bsk.BlockMask.from_dense(KEEP[:2, :2], 16), sys.getswitchinterval()
+
+    def fit(seed):
+        for i in range(2000):
+            lengths = (17 + (i * seed) % 16, 17 + (i + seed) % 16)
+            assert mask.for_lengths(*lengths).seq_lengths == lengths
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(fit, range(1, 9)))
+    finally:
+        sys.setswitchinterval(interval)

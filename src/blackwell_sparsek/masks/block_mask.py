@@ -633,7 +633,8 @@ class BlockMask:
             self._forward, self._bits, *sizes, self._transposed, self._exact, any_length=True
         )
         if len(self._fitted) >= _FITTED_LENGTHS:
-            del self._fitted[next(iter(self._fitted))]
+            # another thread may have dropped the oldest one too
+            self._fitted.pop(next(iter(list(self._fitted))), None)
         self._fitted[lengths] = mask
         return mask
 
