@@ -37,11 +37,17 @@ def _paged():
     return cache
 
 
+def _selection():
+    indices = torch.tensor([[[[2, 0], [1, -1]]]])
+    return bsk.KeySelection.from_indices(indices, granularity=4, kv_len=10)
+
+
 MAKERS = {
     "BSRMatrix": _matrix,
     "BSRMatrix in fp8": lambda: _matrix().to_fp8(),
     "BSRPattern": lambda: _matrix().pattern,
     "BlockMask": lambda: bsk.masks.causal((40, 50), 16),
+    "KeySelection": _selection,
     "KVCache": _cache,
     "PagedKVCache": _paged,
 }

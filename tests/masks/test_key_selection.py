@@ -121,7 +121,7 @@ def test_saved_and_copied(tmp_path):
     for made in (loaded, copy.deepcopy(chosen), pickle.loads(pickle.dumps(chosen))):
         assert torch.equal(made.to_dense(), chosen.to_dense())
     state = chosen.__getstate__()
-    for wrong in ({**state, "ids": IDS.long()}, {**state, "kv_len": -1}, {"ids": IDS}, [IDS]):
+    for wrong in ({**state, "ids": IDS.long()}, {**state, "kv_len": 8}, {"ids": IDS}, [IDS]):
         with pytest.raises(bsk.BskError, match="KeySelection: "):
             loaded.__setstate__(wrong)
 

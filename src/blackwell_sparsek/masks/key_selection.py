@@ -1,5 +1,6 @@
 """KeySelection: the keys, or blocks of keys, that each query token has chosen."""
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -278,17 +279,25 @@ class KeySelection:
             got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
             what = "the state of a saved KeySelection"
             raise InvalidInput(message(op, what, "does not fit", STATE, got))
-        # not the numbers, which every implementation checks: those of `from_indices(check=False)`
-        # may be wrong, and a copy of them should not wait for the device
         _check_layout(op, **state)
         self._set(**state)
+        if not self.ids.is_meta:
+            self.validate()
+
+    def __copy__(self) -> "KeySelection":
+        return KeySelection._from_tensors(self.ids, self.counts, self.granularity, self.kv_len)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeySelection":
+        # unlike a saved one, a copy is as right as its original, and need not wait for the device
+        ids, counts = copy.deepcopy((self.ids, self.counts), memo)
+        return KeySelection._from_tensors(ids, counts, self.granularity, self.kv_len)
 
     def transpose(self) -> QueriesOfBlocks:
         """For each block the queries that chose it. Does not wait for the device."""
         return queries_of_blocks(self.ids, self.counts, self.num_blocks)
 
 
-# What `__setstate__` takes is plain data, and it is checked there or where it is read.
+# What `__setstate__` takes is plain data, and all of it is checked.
 torch.serialization.add_safe_globals([KeySelection])
 
 
