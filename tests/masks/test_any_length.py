@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,13 +123,14 @@ def test_threads_share_what_was_made():
     mask, interval = bsk.BlockMask.from_dense(KEEP[:2, :2], 16), sys.getswitchinterval()
 
     def fit(seed):
-        for i in range(2000):
-            lengths = (17 + (i * seed) % 16, 17 + (i + seed) % 16)
+        drawn = random.Random(seed)
+        for _ in range(6000):
+            lengths = (drawn.randint(17, 32), drawn.randint(17, 32))
             assert mask.for_lengths(*lengths).seq_lengths == lengths
 
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(fit, range(1, 9)))
+            list(pool.map(fit, range(8)))
     finally:
         sys.setswitchinterval(interval)
