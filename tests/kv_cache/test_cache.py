@@ -152,6 +152,17 @@ def test_scales_are_fp32_whatever_the_default_dtype_is(default, scale):
     assert cache.k_scale.dtype == cache.v_scale.dtype == torch.float32
 
 
+def test_the_default_device_is_not_that_of_the_accounts():
+    """With a GPU as the default device they would be made there, where memory cannot be pinned."""
+    with torch.device("meta"):
+        cache = bsk.KVCache(2, 2, 4, 8, device="cpu")
+        paged = bsk.PagedKVCache(4, 4, 2, 8, device="cpu")
+        sequences = paged.add_sequences(2)
+        cache.reserve(3)
+        paged.reserve(sequences, 3)
+    assert cache.lengths.tolist() == paged.lengths(sequences).tolist() == [3, 3]
+
+
 def test_caches_made_in_inference_mode_are_written_outside_of_it():
     with torch.inference_mode():
         cache, paged = bsk.KVCache(2, 2, 4, 8), bsk.PagedKVCache(4, 4, 2, 8)

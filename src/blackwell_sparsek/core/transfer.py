@@ -21,7 +21,8 @@ def to_device(
     For a GPU they pass through pinned memory, which the allocator keeps until the copy is done.
     """
     on_gpu = device.type == "cuda"
-    host = torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
+    # named, because torch's default device may be another, whose memory cannot be pinned
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=on_gpu)
     if out is not None:
         return out.copy_(host, non_blocking=on_gpu)
     return host.to(device, non_blocking=on_gpu)
