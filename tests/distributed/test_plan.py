@@ -309,6 +309,22 @@ def test_bytes_of_masks_on_eight_ranks():
         assert sent <= sum(traffic(plan, "allgather", shapes, block_mask=mask).forward)
 
 
+def _planned():
+    """Plans, their positions and traffic, of every case."""
+    shapes = Shapes(1, 4, 4, 64, 64, torch.bfloat16)
+    for mask, length in CASES.values():
+        plan = balance(mask, 3, seq_length=length)
+        options = {"window": tuple(mask)} if isinstance(mask, Band) else {"block_mask": mask}
+        sent = [traffic(plan, method, shapes, **options) for method in ("needed", "allgather")]
+        yield plan, plan.positions(1).tolist(), sent
+
+
+def test_plans_are_made_on_the_cpu_whatever_the_default_device_is():
+    expected = list(_planned())
+    with torch.device("meta"):
+        assert list(_planned()) == expected
+
+
 def test_traffic_refuses_an_unknown_method():
     with pytest.raises(bsk.InvalidInput, match="method is unknown; expected one of 'allgather'"):
         traffic(Plan.contiguous(64, 2), "auto", Shapes(1, 1, 1, 8, 8, torch.float32))

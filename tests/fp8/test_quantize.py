@@ -202,6 +202,17 @@ def test_nothing_to_round(impl, scale, shape, device):
 
 
 @BOTH
+def test_scales_are_fp32_whatever_the_default_dtype_is(impl, device):
+    torch.set_default_dtype(torch.float64)
+    try:
+        for tokens in (0, 5):
+            x = torch.ones(tokens, 16, dtype=torch.bfloat16, device=device)
+            assert bsk.fp8.quantize(x, "block", impl=impl).descale.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@BOTH
 @pytest.mark.parametrize("kind", layouts.KINDS)
 @pytest.mark.parametrize("scale", ["channel", "128x128"])
 def test_strides(impl, kind, scale, device):

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from ..calls.attention import AttentionCall
 from ..core.checks import check_dtype, check_tensor, is_differentiated_by_func, message
@@ -273,7 +274,7 @@ def block_mask_of(mask: torch.Tensor, sq: int) -> BlockMask:
 
 
 def _is_without_data(x: torch.Tensor) -> bool:
-    return x.is_meta or type(x).__name__ == "FakeTensor"
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def may_wait(device: torch.device) -> bool:

@@ -645,7 +645,7 @@ def _identity(x: torch.Tensor | None) -> tuple[Any, ...] | None:
 def _checksum(x: torch.Tensor) -> int:
     """A number that differs if the contents do, in all likelihood. Waits for the device."""
     flat = x.detach().flatten().long().cpu()
-    return int((flat * (torch.arange(flat.numel()) % 65521 + 1)).sum())
+    return int((flat * (torch.arange(flat.numel(), device="cpu") % 65521 + 1)).sum())
 
 
 def _mask_text(mask: BlockMask | None) -> str:

@@ -114,7 +114,7 @@ def agree(
         text = f"{type(failure).__name__}: {failure}"
     data = text.encode()[: TEXT_BYTES - 3]
     packet = bytes([failed, len(data) % 256, len(data) // 256]) + data
-    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device="cpu")
     mine[: len(packet)] = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
     mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in range(members.size)]

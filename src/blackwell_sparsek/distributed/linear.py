@@ -102,8 +102,8 @@ class FeatureSplit:
 
     def features(self, rank: int) -> torch.Tensor:
         """The features of a rank, ascending, int64."""
-        starts = torch.tensor(self.units[rank], dtype=torch.int64) * self.unit
-        return (starts[:, None] + torch.arange(self.unit)).flatten()
+        starts = torch.tensor(self.units[rank], dtype=torch.int64, device="cpu") * self.unit
+        return (starts[:, None] + torch.arange(self.unit, device="cpu")).flatten()
 
     def order(self) -> torch.Tensor:
         """The features of all ranks, one rank after the other, int64 [total]."""
@@ -161,11 +161,11 @@ def split_features(
             raise InvalidInput(message(op, "unit", "does not hold whole blocks", expected, unit))
     features = sizes.pop()
     each = _units_per_rank(op, features, unit, world_size)
-    work = torch.zeros(each * world_size, dtype=torch.float64)
+    work = torch.zeros(each * world_size, dtype=torch.float64, device="cpu")
     for (pattern, side), block in zip(weights, blocks, strict=True):
         at = pattern.row_indices() if side == "rows" else pattern.indices
         bh, bw = pattern.block_shape
-        area = torch.full((pattern.nnz_blocks,), float(bh * bw), dtype=torch.float64)
+        area = torch.full((pattern.nnz_blocks,), float(bh * bw), dtype=torch.float64, device="cpu")
         work.index_add_(0, at.cpu().long() * block // unit, area)
     owned = _longest_first(work.tolist(), world_size)
     return FeatureSplit(unit, tuple(tuple(sorted(units)) for units in owned))
@@ -361,7 +361,7 @@ class ParallelBSRLinear(BSRLinear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         parts, device = self._parts, self.values.device
         pattern = parts.pattern
-        shape = torch.tensor(pattern.shape, dtype=torch.int64)
+        shape = torch.tensor(pattern.shape, dtype=torch.int64, device="cpu")
         values = parts.whole(self._whole_parameter("values"))
         whole = {"values": values, "weight_shape": shape.to(device)}
         whole |= {"indptr": pattern.indptr.clone(), "indices": pattern.indices.clone()}

@@ -286,10 +286,12 @@ class Plan:
     def blocks(self, rank: int, block: int) -> torch.Tensor:
         """The blocks of `block` tokens that a rank owns, ascending, int64; they fit its tiles."""
         per_tile = self.tile // block
-        tiles = torch.tensor(self.tiles[rank], dtype=torch.int64)
+        tiles = torch.tensor(self.tiles[rank], dtype=torch.int64, device="cpu")
         count = cdiv(self.seq_length, block)
         # the only tile of a sequence may be far longer than it
-        found = (tiles[:, None] * per_tile + torch.arange(min(per_tile, count))).flatten()
+        found = (
+            tiles[:, None] * per_tile + torch.arange(min(per_tile, count), device="cpu")
+        ).flatten()
         return found[found < count]
 
     def check_world(self, op: str, size: int) -> None:
@@ -351,9 +353,11 @@ class Plan:
 @lru_cache(maxsize=64)
 def _token_index(plan: Plan, rank: int) -> torch.Tensor:
     """Positions of the tokens of a rank, int64; not to be written to."""
-    starts = torch.tensor(plan.tiles[rank], dtype=torch.int64) * plan.tile
+    starts = torch.tensor(plan.tiles[rank], dtype=torch.int64, device="cpu") * plan.tile
     # the only tile of a sequence may be far longer than it
-    found = (starts[:, None] + torch.arange(min(plan.tile, plan.seq_length))).flatten()
+    found = (
+        starts[:, None] + torch.arange(min(plan.tile, plan.seq_length), device="cpu")
+    ).flatten()
     return found[found < plan.seq_length]
 
 
@@ -422,7 +426,7 @@ def balance(
     check_count(op, "world_size", world_size, at_least=1)
     length, tile = _sizes(op, masks, seq_length, tile)
     factors = _weights(op, weights, len(masks))
-    work = torch.zeros(cdiv(length, tile), dtype=torch.float64)
+    work = torch.zeros(cdiv(length, tile), dtype=torch.float64, device="cpu")
     for one, factor in zip(masks, factors, strict=True):
         work += factor * tile_work(one, length, tile)
     costs: list[float] = work.tolist()
@@ -441,16 +445,16 @@ def balance(
 def tile_work(mask: BlockMask | Band, seq_length: int, tile: int) -> torch.Tensor:
     """Kept blocks of 16 x 16 elements in each tile of queries, float64 [tiles], on the CPU."""
     tiles = cdiv(seq_length, tile)
-    work = torch.zeros(tiles, dtype=torch.float64)
+    work = torch.zeros(tiles, dtype=torch.float64, device="cpu")
     if isinstance(mask, Band):
         p = Problem((seq_length, seq_length), (SMALLEST_TILE, SMALLEST_TILE))
         runs = band_runs(mask, p)
         counts, block = (runs.end - runs.start).double(), p.block
-        q_blocks = torch.arange(p.grid[0])
+        q_blocks = torch.arange(p.grid[0], device="cpu")
     else:
         lists, block = mask.forward, mask.block_size
         counts = (lists.indptr[1:] - lists.indptr[:-1]).cpu().double()
-        q_blocks = torch.arange(counts.numel()) % max(mask.grid[0], 1)
+        q_blocks = torch.arange(counts.numel(), device="cpu") % max(mask.grid[0], 1)
     area = (block[0] // SMALLEST_TILE) * (block[1] // SMALLEST_TILE)
     return work.index_add_(0, q_blocks * block[0] // tile, counts * area)
 
@@ -570,8 +574,8 @@ def _best_swap(
     """Entries of the two lists whose exchange brings the loads closest together."""
     if not heavy or not light:
         return None
-    a = torch.tensor([costs[t] for t in heavy], dtype=torch.float64)
-    b = torch.tensor([costs[t] for t in light], dtype=torch.float64)
+    a = torch.tensor([costs[t] for t in heavy], dtype=torch.float64, device="cpu")
+    b = torch.tensor([costs[t] for t in light], dtype=torch.float64, device="cpu")
     after = (difference - 2 * (a[:, None] - b)).abs()
     at = int(after.argmin())
     if float(after.flatten()[at]) >= difference:

@@ -91,7 +91,9 @@ def pieces(plan: Plan, block: int, wanted: torch.Tensor) -> list[tuple[int, int]
     The same on all ranks, which have to take part in as many exchanges.
     """
     longest = max(plan.lengths)
-    width = (plan.seq_length - torch.arange(wanted.shape[-1]) * block).clamp(max=block)
+    width = (plan.seq_length - torch.arange(wanted.shape[-1], device="cpu") * block).clamp(
+        max=block
+    )
     most = int((wanted.flatten(1, 2).any(1) * width).sum(1).max()) if width.numel() else 0
     count = max(1, min(MOST_FETCHES, most // FETCH_TOKENS, cdiv(longest, block)))
     cuts = [cdiv(longest, block) * i // count * block for i in range(count)]
@@ -110,7 +112,7 @@ def needed_remote(visible: Visible, q_heads_per_kv: int, everything: bool) -> to
     plan, bk = visible.plan, visible.block[1]
     if everything:
         nb = cdiv(plan.seq_length, bk)
-        wanted = torch.ones(plan.world_size, 1, 1, nb, dtype=torch.bool)
+        wanted = torch.ones(plan.world_size, 1, 1, nb, dtype=torch.bool, device="cpu")
     else:
         wanted = visible.needed(q_heads_per_kv)
     for rank in range(plan.world_size):
@@ -157,8 +159,8 @@ def _copies(wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _places(plan: Plan, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Owner of each block, its first token on that rank, and its tokens; int64 [Nb]."""
     count = cdiv(plan.seq_length, block)
-    owner, start = torch.empty(2, count, dtype=torch.int64)
-    width = (plan.seq_length - torch.arange(count) * block).clamp(max=block)
+    owner, start = torch.empty(2, count, dtype=torch.int64, device="cpu")
+    width = (plan.seq_length - torch.arange(count, device="cpu") * block).clamp(max=block)
     for rank in range(plan.world_size):
         owned = plan.blocks(rank, block)
         owner[owned] = rank

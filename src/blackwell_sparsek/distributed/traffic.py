@@ -125,7 +125,7 @@ def fetched_rows(visible: Visible, q_heads_per_kv: int, everything: bool) -> tor
     plan, bk = visible.plan, visible.block[1]
     wanted = needed_remote(visible, q_heads_per_kv, everything)
     blocks = wanted.flatten(1, 2).sum(1)
-    width = (plan.seq_length - torch.arange(blocks.shape[1]) * bk).clamp(max=bk)
+    width = (plan.seq_length - torch.arange(blocks.shape[1], device="cpu") * bk).clamp(max=bk)
     tokens = blocks * width
     columns = [tokens[:, plan.blocks(s, bk)].sum(1) for s in range(plan.world_size)]
     return torch.stack(columns, 1)

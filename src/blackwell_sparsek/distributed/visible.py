@@ -115,8 +115,8 @@ class Visible:
             ids[partial] = self._bits.ids(owned[rows], cols[partial])
             return Entries(lists.row_indices(), cols, ids, self._bits.pool)
         assert self._entries is not None
-        local = torch.full((self._problem.grid[0],), -1)
-        local[owned] = torch.arange(owned.numel())
+        local = torch.full((self._problem.grid[0],), -1, device="cpu")
+        local[owned] = torch.arange(owned.numel(), device="cpu")
         mb = max(self._problem.grid[0], 1)
         at = local[self._entries.rows % mb]
         found = self._entries.select(at >= 0)
@@ -126,18 +126,18 @@ class Visible:
     def needed(self, q_heads_per_kv: int = 1) -> torch.Tensor:
         """Which blocks of keys each rank sees: bool [ranks, B or 1, Hkv or 1, Nb]."""
         ranks, (mb, nb) = self.plan.world_size, self._problem.grid
-        owner = torch.empty(mb, dtype=torch.int64)
+        owner = torch.empty(mb, dtype=torch.int64, device="cpu")
         for rank in range(ranks):
             owner[self.plan.blocks(rank, self.block[0])] = rank
         if self._runs is not None:
-            change = torch.zeros(ranks, nb + 1, dtype=torch.int64)
+            change = torch.zeros(ranks, nb + 1, dtype=torch.int64, device="cpu")
             ones = torch.ones_like(owner)
             change.index_put_((owner, self._runs.start), ones, accumulate=True)
             change.index_put_((owner, self._runs.end), -ones, accumulate=True)
             return (change.cumsum(1)[:, None, None, :nb]) > 0
         assert self._entries is not None
         kv_heads = 1 if self.heads == 1 else self.heads // q_heads_per_kv
-        found = torch.zeros(ranks, self.batch, kv_heads, nb, dtype=torch.bool)
+        found = torch.zeros(ranks, self.batch, kv_heads, nb, dtype=torch.bool, device="cpu")
         masks, q_block = self._entries.rows // max(mb, 1), self._entries.rows % max(mb, 1)
         head = masks % self.heads
         if self.heads > 1:
@@ -162,8 +162,8 @@ class Visible:
         `entries` are those of `of_rank`.
         """
         nb = self._problem.grid[1]
-        position = torch.full((nb,), -1)
-        position[columns] = torch.arange(columns.numel())
+        position = torch.full((nb,), -1, device="cpu")
+        position[columns] = torch.arange(columns.numel(), device="cpu")
         at = position[entries.cols]
         found = entries.select(at >= 0)
         at = at[at >= 0]

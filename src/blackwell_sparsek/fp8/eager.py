@@ -26,7 +26,7 @@ def _scales(call: QuantizeCall, x: torch.Tensor) -> torch.Tensor:
     magnitude = finite_magnitude(x)
     shape = descale_shape(x.shape, call.scale, call.block)
     if x.numel() == 0:
-        return torch.ones(shape, device=x.device)
+        return torch.ones(shape, dtype=torch.float32, device=x.device)
     if call.scale == "tensor":
         largest = magnitude.amax()
     else:
