@@ -305,3 +305,10 @@ def test_explain():
     assert "not triton: " in str(decision)
     with pytest.raises(InvalidInput, match="fn chose no implementation"):
         bsk_jax.explain(jnp.sin, 1.0)
+
+
+def test_explain_of_a_jitted_function_that_ran_before():
+    arrays = [jnp.zeros(shape) for shape in GOOD.values()]
+    fn = jax.jit(lambda *arrays: 2 * jax.jit(bsk_jax.attention)(*arrays))
+    fn(*arrays)
+    assert bsk_jax.explain(fn, *arrays).chosen == "jnp"

@@ -117,6 +117,39 @@ def test_matrices_from_every_framework(make):
     np.testing.assert_array_equal(bsk_jax.BSRMatrix.from_parts(*parts, (50, 70)).to_dense(), dense)
 
 
+def test_tensors_of_torch_may_have_gaps():
+    dense = torch.randn(32, 96)[:, ::3]
+    m = bsk_jax.BSRMatrix.from_dense(dense, (16, 16))
+    np.testing.assert_array_equal(m.to_dense(), dense)
+    keep = torch.ones(1, 2, dtype=torch.bool).expand(2, 2)
+    assert bsk_jax.BSRMatrix.from_mask(dense[:, :1].expand(32, 32), keep, (16, 16)).nnz_blocks == 4
+    assert bsk_jax.BlockMask.from_dense(keep, 16).entries.q_block.size == 4
+
+
+def test_long_indices_of_torch_are_not_cut_off():
+    indices, indptr = torch.tensor([2**32]), torch.tensor([0, 1])
+    with pytest.raises(InvalidInput, match="indices is out of range; expected 0 to 0"):
+        bsk_jax.BSRMatrix.from_parts(torch.ones(1, 16, 16), indices, indptr, (16, 16))
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_checked_pattern_is_a_copy(make):
+    # NumPy aligns some arrays such that JAX could share them, and others not
+    for size in range(1, 64):
+        indices, indptr = make([*range(size)]), make([0, size])
+        indices = indices.astype(np.int32) if make is np.array else indices.int()
+        data = np.ones((size, 1, 1), np.float32)
+        m = bsk_jax.BSRMatrix.from_parts(data, indices, indptr, (1, size))
+        indices[:], data[:] = 7, 7
+        assert m.indices.tolist() == [*range(size)] and (m.data == 1).all()
+
+
+@pytest.mark.parametrize("x", [None, np.array([["a"]]), np.eye(4, dtype=">f4")])
+def test_what_jax_cannot_hold_is_refused(x):
+    with pytest.raises(InvalidType, match=r"x has a dtype that JAX does not know; expected an ar"):
+        bsk_jax.BSRMatrix.from_dense(x, (2, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_of_the_torch_side(dtype):
     dense = torch.zeros(48, 64, dtype=dtype)

@@ -22,15 +22,26 @@ def is_torch(x: Any) -> bool:
 
 
 def as_jax(op: str, arg: str, x: Any) -> jax.Array:
-    """`x` as a JAX array; tensors of torch are shared by DLPack, not copied."""
+    """`x` as a JAX array; tensors of torch are shared by DLPack, or copied if they have gaps."""
+    expected = "an array of JAX, NumPy or torch"
     if is_torch(x):
-        return jnp.from_dlpack(x.detach())
+        return jnp.from_dlpack(_without_gaps(x.detach()))
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, np.ndarray):
-        return jnp.asarray(x)
-    expected = "an array of JAX, NumPy or torch"
+        try:
+            # `asarray` may share the memory, so that later writes to x would change the result
+            return jnp.array(x)
+        except TypeError as error:  # objects, text, another byte order
+            problem = "has a dtype that JAX does not know"
+            raise InvalidType(message(op, arg, problem, expected, x.dtype.str)) from error
     raise InvalidType(message(op, arg, "is not an array", expected, type(x).__name__))
+
+
+def _without_gaps(x: Any) -> Any:
+    """A tensor of torch, copied if JAX cannot share it: if it has gaps or repeats elements."""
+    by_stride = sorted(range(x.ndim), key=x.stride, reverse=True)
+    return x if x.permute(by_stride).is_contiguous() else x.contiguous()
 
 
 def as_host(op: str, arg: str, x: Any) -> np.ndarray:
@@ -39,6 +50,9 @@ def as_host(op: str, arg: str, x: Any) -> np.ndarray:
         problem = "is traced, but its values decide the shape of the pattern"
         expected = "a concrete array (make the pattern outside jit, grad and vmap)"
         raise InvalidType(message(op, arg, problem, expected, str(x.aval)))
+    if is_torch(x) and not x.is_floating_point():
+        # not through JAX, which may cut int64 off to int32
+        return x.detach().cpu().numpy()
     return np.asarray(as_jax(op, arg, x) if is_torch(x) else x)
 
 

@@ -202,7 +202,7 @@ class BlockMask:
         return cls(
             Entries(*map(jnp.asarray, entries)),
             KernelLists(*map(jnp.asarray, lists)),
-            jnp.asarray(bits),
+            jnp.array(bits),  # may be those of a mask of torch
             seq_lengths,
             block_size,
         )

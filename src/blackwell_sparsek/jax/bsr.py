@@ -72,7 +72,7 @@ class BSRMatrix:
         Parameters
         ----------
         data : fp16, bf16, fp32 or fp64 `[nnzb, bh, bw]`
-            Tensors of torch are shared by DLPack, not copied.
+            Tensors of torch are shared by DLPack, not copied, unless their strides leave gaps.
         indices : int32 or int64 `[nnzb]`
         indptr : int32 or int64 `[ceil(M / bh) + 1]`
         shape : (M, K)
@@ -87,7 +87,8 @@ class BSRMatrix:
         shape = check_pair(op, "shape", shape, 0)
         cols, ends = as_host(op, "indices", indices), as_host(op, "indptr", indptr)
         _check_pattern(op, cols, ends, blocks.shape[0], shape, blocks.shape[1:])
-        made = cls(blocks, jnp.asarray(cols, jnp.int32), jnp.asarray(ends, jnp.int32), shape)
+        # copies: what was checked must not change with the arrays of the caller
+        made = cls(blocks, jnp.array(cols, jnp.int32), jnp.array(ends, jnp.int32), shape)
         if not isinstance(blocks, jax.core.Tracer) and bool((made._beyond_edges() != 0).any()):
             problem = "has a nonzero beyond the edge of the matrix"
             raise InvalidInput(message(op, "data", problem, f"zeros beyond {shape}", "others"))

@@ -86,8 +86,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
 
     Parameters
     ----------
-    fn : a function of `blackwell_sparsek.jax`, or one that calls one; only the first is explained
-    args, kwargs : its arguments; they are checked, and nothing is computed
+    fn : a function of `blackwell_sparsek.jax`, or one that calls one, jitted or not
+        Only the first call is explained; what comes before it is computed, without `jit`.
+    args, kwargs : its arguments; they are checked, and nothing else is computed
 
     Examples
     --------
@@ -99,7 +100,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision:
     """
     token = _explaining.set(True)
     try:
-        fn(*args, **kwargs)
+        # a jitted function that ran before would not come here again
+        with jax.disable_jit():
+            fn(*args, **kwargs)
     except _Explained as found:
         return found.decision
     finally:
