@@ -145,6 +145,19 @@ def test_nothing_to_read():
     assert not out.any()
 
 
+@pytest.mark.parametrize("batch, sq", [(0, 1), (3, 0)])
+@pytest.mark.parametrize("pages", [False, True])
+def test_without_queries(batch, sq, pages):
+    q, cache = jnp.zeros((batch, 4, sq, 16)), jnp.zeros((batch, 2, 20, 16))
+    options = {"cache_seqlens": jnp.full(batch, 7, jnp.int32)}
+    if pages:
+        cache = jnp.zeros((5, 8, 2, 16))
+        options["page_table"] = jnp.zeros((batch, 3), jnp.int32)
+    sinks = jnp.zeros(4)
+    out, lse = bsk_jax.attention_decode(q, cache, cache, **options, sinks=sinks, return_lse=True)
+    assert out.shape == (batch, 4, sq, 16) and lse.shape == (batch, 4, sq)
+
+
 def test_a_loop_that_appends_to_donated_caches():
     q, k, v, _ = problem(12, sq=1, lengths=(0, 0))
     new_k, new_v = k[:, :, :5], v[:, :, :5]

@@ -150,6 +150,12 @@ def test_what_jax_cannot_hold_is_refused(x):
         bsk_jax.BSRMatrix.from_dense(x, (2, 2))
 
 
+def test_a_known_array_makes_a_matrix_inside_of_jit():
+    dense = np.eye(4, dtype=np.float32)
+    product = jax.jit(lambda x: bsk_jax.BSRMatrix.from_dense(dense, (2, 2)) @ x)(jnp.ones((4, 3)))
+    np.testing.assert_array_equal(product, np.ones((4, 3)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_of_the_torch_side(dtype):
     dense = torch.zeros(48, 64, dtype=dtype)

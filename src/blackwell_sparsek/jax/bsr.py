@@ -98,8 +98,10 @@ class BSRMatrix:
     def from_dense(cls, x: Any, block_shape: tuple[int, int]) -> "BSRMatrix":
         """Keep the blocks of `x` [M, K] that have any nonzero element."""
         op = "BSRMatrix.from_dense"
-        _, tiles, shape = _tiled(op, as_host(op, "x", x), block_shape)
-        keep = np.asarray((tiles != 0).any((2, 3)))
+        # inside of jit, JAX would trace these operations, although x is known
+        with jax.ensure_compile_time_eval():
+            _, tiles, shape = _tiled(op, as_host(op, "x", x), block_shape)
+            keep = np.asarray((tiles != 0).any((2, 3)))
         return cls._kept(tiles, keep, shape)
 
     @classmethod

@@ -243,7 +243,7 @@ def _decode(
     if sinks is not None:
         lse = jnp.logaddexp(lse, sinks.astype(compute).reshape(heads_kv, -1, 1))
     factor = jnp.where(empty, 0, jnp.exp(peak - jnp.where(lse == -jnp.inf, 0, lse)))
-    out = (acc * factor[..., None]).reshape(batch, heads, sq, -1)
+    out = (acc * factor[..., None]).reshape(batch, heads, sq, cache.v.shape[-1])
     lse = lse.reshape(batch, heads, sq)
     wrong = wrong_length[:, None]
     if cache.kv_blocks is not None:
