@@ -21,8 +21,12 @@ sweeps="matmul_crossover matmul_llama matmul_square matmul_layers jax first_call
 bench() { "$python" -m blackwell_sparsek bench "$@"; }
 
 measure() {
-  local left=()
-  [ -n "${BUDGET:-}" ] && left=(--time-left $((BUDGET - SECONDS + begun)))
+  local left=() seconds
+  if [ -n "${BUDGET:-}" ]; then
+    # a case that began in time may have ended after it
+    seconds=$((BUDGET - SECONDS + begun))
+    left=(--time-left $((seconds > 0 ? seconds : 0)))
+  fi
   bench "$@" -o "$folder" "${left[@]}"
 }
 

@@ -9,6 +9,7 @@ from blackwell_sparsek.bench.suites import SUITES
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/record.sh"
 _STAND_IN = """#!/usr/bin/env bash
 echo "$@" >> "$LOG"
+sleep "${SLEEP:-0}"
 while [ $# -gt 0 ]; do
   case $1 in
     matmul_square) wrong=1 ;;
@@ -47,3 +48,9 @@ def test_a_budget_is_shared(tmp_path):
     _, (_, *measured) = _run(tmp_path, BUDGET="100")
     for words in measured:
         assert 80 <= int(words[words.index("--time-left") + 1]) <= 100
+
+
+def test_a_budget_that_is_spent_leaves_no_time(tmp_path):
+    # a case that runs when the time is over ends, and what comes after it must not be refused
+    _, (_, *measured) = _run(tmp_path, BUDGET="0", SLEEP="1.1")
+    assert [words[words.index("--time-left") + 1] for words in measured] == ["0", "0"]
