@@ -220,6 +220,8 @@ def test_a_short_file_that_claims_a_long_sequence_takes_no_memory():
         ((bsk.masks.causal(64, 32), 2), {"tile": 48}, "tile does not hold whole blocks"),
         ((bsk.masks.causal(64, 32), 2), {"weights": [1, 2]}, "weights do not fit"),
         ((bsk.masks.causal(64, 32), 2), {"weights": [-1]}, "weights do not fit"),
+        ((bsk.masks.causal(64, 32), 2), {"weights": 3.0}, "weights is malformed; expected 1 fin"),
+        ((bsk.masks.causal(64, 32), 2), {"weights": ["all"]}, "weights is malformed"),
     ],
 )
 def test_errors_of_balance(arguments, options, message):
@@ -239,6 +241,30 @@ def test_errors_of_shards():
         plan.join([torch.zeros(2, 32), torch.zeros(2, 31)])
     with pytest.raises(bsk.InvalidInput, match="group does not exist; expected"):
         plan.unshard(torch.zeros(2, 32))
+    with pytest.raises(bsk.InvalidInput, match="shard: rank is unknown; expected a rank, or torch"):
+        plan.shard(torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((0, 1),), r"tiles\[0\] is malformed; expected ints, got int"),
+        ((((0,), (1,)), 5.0), "work is malformed; expected a number for each rank, got 5.0"),
+        ((((0,), (1,)), ("a", "b")), "work is malformed"),
+    ],
+)
+def test_malformed_plans_are_refused(arguments, message):
+    with pytest.raises(bsk.InvalidType, match=message):
+        Plan(32, 16, *arguments)
+
+
+def test_shards_cut_in_inference_mode_first_have_gradients_later():
+    plan = Plan.contiguous(176, 2)
+    with torch.inference_mode():
+        plan.shard(torch.zeros(1, 176), rank=0)
+    x = torch.zeros(1, 176, requires_grad=True)
+    plan.shard(x, rank=0).sum().backward()
+    assert x.grad.sum() == plan.lengths[0]
 
 
 # What the ranks see, against the element mask of the whole sequence.
@@ -328,6 +354,24 @@ def test_plans_are_made_on_the_cpu_whatever_the_default_device_is():
 def test_traffic_refuses_an_unknown_method():
     with pytest.raises(bsk.InvalidInput, match="method is unknown; expected one of 'allgather'"):
         traffic(Plan.contiguous(64, 2), "auto", Shapes(1, 1, 1, 8, 8, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_mask": bsk.masks.causal(128, 16)}, "block_mask"),
+        ({"block_mask": bsk.masks.causal(32, 16)}, "block_mask"),
+        ({"block_mask": torch.ones(4, 4)}, "block_mask is not a block mask; expected BlockMask"),
+        ({"cu_seqlens": [0, 64]}, "traffic: cu_seqlens is not a tensor"),
+        ({"plan": None}, "plan has a wrong type; expected Plan, got NoneType"),
+        ({"shapes": (1, 1, 1, 8, 8)}, "shapes has a wrong type; expected Shapes, got tuple"),
+    ],
+)
+def test_traffic_refuses_what_does_not_fit(changes, message):
+    shapes = Shapes(1, 1, 1, 8, 8, torch.float32)
+    given = {"plan": Plan.contiguous(64, 2), "method": "needed", "shapes": shapes}
+    with pytest.raises(bsk.InvalidInput, match=message):
+        traffic(**{**given, **changes})
 
 
 DEMANDS = {

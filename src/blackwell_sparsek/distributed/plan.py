@@ -13,6 +13,7 @@ import torch
 
 from ..core.checks import check_tensor, message
 from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_state import usable_in_training
 from ..launch.launcher import cdiv
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
@@ -88,6 +89,9 @@ class Plan:
             got = type(self.tiles).__name__ if not isinstance(self.tiles, (tuple, list)) else "none"
             raise InvalidType(message(op, "tiles", "is malformed", "tiles of each rank", got))
         for rank, owned in enumerate(self.tiles):
+            if not isinstance(owned, (tuple, list, range)):
+                got = type(owned).__name__
+                raise InvalidType(message(op, f"tiles[{rank}]", "is malformed", "ints", got))
             if not all(isinstance(t, int) and not isinstance(t, bool) for t in owned):
                 raise InvalidType(message(op, f"tiles[{rank}]", "is malformed", "ints", owned))
             if any(a >= b for a, b in pairwise(owned)):
@@ -103,6 +107,7 @@ class Plan:
             raise InvalidInput(
                 message(op, "tiles", "are not a partition", expected, f"tiles at fault {wrong}")
             )
+        object.__setattr__(self, "work", _floats(op, "work", self.work, "a number for each rank"))
         if not self.work:
             lengths = tuple(float(self._tokens(owned)) for owned in self.tiles)
             object.__setattr__(self, "work", lengths)
@@ -114,7 +119,6 @@ class Plan:
             raise InvalidInput(message(op, "work", "is out of range", expected, self.work))
         # equality and hashing need tuples, whatever sequences came
         object.__setattr__(self, "tiles", tuple(tuple(owned) for owned in self.tiles))
-        object.__setattr__(self, "work", tuple(float(w) for w in self.work))
 
     @classmethod
     def contiguous(cls, seq_length: int, world_size: int, *, tile: int = SMALLEST_TILE) -> "Plan":
@@ -340,6 +344,9 @@ class Plan:
 
     def _rank(self, op: str, rank: int | None) -> int:
         if rank is None:
+            if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+                expected = "a rank, or torch.distributed.init_process_group() before this call"
+                raise InvalidInput(message(op, "rank", "is unknown", expected, None))
             rank = torch.distributed.get_rank()
             self.check_world(op, torch.distributed.get_world_size())
         check_count(op, "rank", rank)
@@ -351,6 +358,7 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
+@usable_in_training
 def _token_index(plan: Plan, rank: int) -> torch.Tensor:
     """Positions of the tokens of a rank, int64; not to be written to."""
     starts = torch.tensor(plan.tiles[rank], dtype=torch.int64, device="cpu") * plan.tile
@@ -491,11 +499,18 @@ def _sizes(
 def _weights(op: str, weights: Any, count: int) -> list[float]:
     if weights is None:
         return [1.0] * count
-    found = [float(w) for w in weights]
+    expected = f"{count} finite numbers >= 0"
+    found = [*_floats(op, "weights", weights, expected)]
     if len(found) != count or any(not w >= 0 or w == float("inf") for w in found):
-        expected = f"{count} finite numbers >= 0"
         raise InvalidInput(message(op, "weights", "do not fit", expected, found))
     return found
+
+
+def _floats(op: str, arg: str, given: Any, expected: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(x) for x in given)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidType(message(op, arg, "is malformed", expected, given)) from None
 
 
 def _assignments(costs: Sequence[float], ranks: int) -> Iterator[list[list[int]]]:
