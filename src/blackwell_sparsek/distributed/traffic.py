@@ -5,8 +5,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..calls.attention import compute_dtype
-from ..core.checks import check_choice
+from ..core.checks import check_choice, message
+from ..core.errors import InvalidType
 from ..masks.band import band_of
+from ..masks.block_mask import BlockMask
+from ..masks.packed import check_cu_seqlens
 from .heads import Span, split_heads
 from .plan import Plan
 from .schedule import needed_remote
@@ -95,6 +98,18 @@ def traffic(
     """
     op = "traffic"
     check_choice(op, "method", method, METHODS)
+    for arg, value, kind in (("plan", plan, Plan), ("shapes", shapes, Shapes)):
+        if not isinstance(value, kind):
+            got = type(value).__name__
+            raise InvalidType(message(op, arg, "has a wrong type", kind.__name__, got))
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            got = type(block_mask).__name__
+            raise InvalidType(message(op, "block_mask", "is not a block mask", "BlockMask", got))
+        length = plan.seq_length
+        block_mask.check_problem(op, shapes.batch, shapes.heads_q, length, length)
+    if cu_seqlens is not None:
+        check_cu_seqlens(op, "cu_seqlens", cu_seqlens)
     visible = Visible(op, plan, band_of(op, causal, window), block_mask, cu_seqlens)
     return bytes_of(visible, method, shapes)
 
