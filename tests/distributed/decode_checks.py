@@ -132,3 +132,26 @@ def decode_refuses_what_it_cannot_do(rank, world, folder):
         call(other, k, v, **options)
     with pytest.raises(bsk.InvalidInput, match="is not a tensor"):
         call(None if rank == 1 else q, k, v, **options)
+
+
+@check
+def a_wrong_part_on_one_rank_is_an_error_on_all(rank, world, folder):
+    k, v, lengths = caches(world)
+    q = normal(3, 4, 1, 16, seed=9)
+    given = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths[rank]}
+    wrong = {
+        "v_cache is not a tensor": {"v_cache": None},
+        "k_cache/v_cache do not match": {"v_cache": v[:, :, 1:]},
+        "cache_seqlens has an unsupported dtype": {"cache_seqlens": lengths[rank].long()},
+        "cache_seqlens has a wrong shape": {"cache_seqlens": lengths[rank, :2]},
+        "k_scale": {"k_scale": torch.ones(())},
+        "q requires a gradient": {"q": q.clone().requires_grad_()},
+        "impl is unknown": {"impl": "fast"},
+    }
+    for problem, changes in wrong.items():
+        own = {**given, **changes} if rank == 1 else given
+        with pytest.raises(bsk.BskError, match=problem if rank == 1 else "rank 1 has failed"):
+            bsk.distributed.attention_decode(**own)
+    heads, wide = {"split": "heads", "window": 3 + rank}, normal(3, 4 * world, 1, 16, seed=9)
+    with pytest.raises(bsk.InvalidInput, match="rank 1 has other arguments"):
+        bsk.distributed.attention_decode(**{**given, "q": wide}, **heads)

@@ -7,8 +7,10 @@ import torch.distributed as dist
 
 from ..attention.inputs import check_sinks
 from ..core.checks import check_choice, check_rank, check_tensor, message
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.api import attention_decode as decode_local
+from ..decode.inputs import autocast_queries, decode_call, refuse_gradients
 from .collectives import gather_parts
 from .group import Members, agree_once, check_same, members_of
 from .sequence import with_sinks
@@ -165,14 +167,17 @@ def attention_decode(
         "kv_block_size": kv_block_size, "scale": scale, "softcap": softcap, "k_scale": k_scale,
         "v_scale": v_scale, "impl": impl,
     }  # fmt: skip
+    call = _Local(members, q, k_cache, v_cache, local)
     failure: Exception | None = None
     try:
         _check(q, k_cache, split, window, page_table, sinks, members)
+        if members.size > 1:
+            call.check(split, causal, window, sinks)
     except Exception as error:
         failure = error
     if members.size > 1 or failure is not None:
-        _agree(members, failure, q, v_cache, (split, causal, scale, softcap, sinks is None, impl))
-    call = _Local(members, q, k_cache, v_cache, local)
+        options = (split, causal, repr(window), scale, softcap, sinks is None, impl)
+        _agree(members, failure, q, v_cache, options)
     if split == "heads":
         out, lse = call.by_heads(causal, window, sinks)
     else:
@@ -194,6 +199,26 @@ class _Local(NamedTuple):
         return decode_local(
             q, self.k_cache, self.v_cache, return_lse=True, **{**self.options, **options}
         )
+
+    def check(self, split: str, causal: Any, window: Any, sinks: Any) -> None:
+        """Raise what `run` would: it does so on this rank alone, and the others would wait."""
+        options = dict(self.options)
+        check_choice(OP, "impl", options.pop("impl"), IMPLS)
+        heads = self._heads if split == "heads" else slice(None)
+        call = decode_call(
+            *(OP, autocast_queries(OP, self.q)[:, heads], self.k_cache, self.v_cache),
+            causal=causal,
+            window=window,
+            sinks=None if sinks is None else sinks[heads],
+            **options,
+        )
+        refuse_gradients(OP, call)
+
+    @property
+    def _heads(self) -> slice:
+        """The query heads of this rank, split by heads."""
+        heads = self.q.shape[1] // self.members.size
+        return slice(heads * self.members.rank, heads * (self.members.rank + 1))
 
     def by_sequence(self, causal: bool, sinks: torch.Tensor | None) -> Any:
         q, queries = self.q, self.q.shape[2]
@@ -229,8 +254,7 @@ class _Local(NamedTuple):
         return [torch.minimum(end.clamp(min=0), own).to(torch.int32) for end in ends]
 
     def by_heads(self, causal: bool, window: Any, sinks: torch.Tensor | None) -> Any:
-        heads = self.q.shape[1] // self.members.size
-        span = slice(heads * self.members.rank, heads * (self.members.rank + 1))
+        heads, span = self.q.shape[1] // self.members.size, self._heads
         out, lse = self.run(
             self.q[:, span],
             causal=causal,
