@@ -416,6 +416,22 @@ def unshard_is_differentiable(rank, world, folder):
     torch.testing.assert_close(mine.grad, plan.shard(factor * total, rank=rank))
     ids = torch.arange(100)[None]
     assert torch.equal(plan.unshard(plan.shard(ids)), ids)
+    # twice: a penalty on gradients
+    (slope,) = torch.autograd.grad((plan.unshard(mine) ** 3).sum(), mine, create_graph=True)
+    torch.testing.assert_close(slope, 3 * world * mine**2)
+    (curvature,) = torch.autograd.grad(slope.sum(), mine)
+    torch.testing.assert_close(curvature, 6 * world * mine)
+
+
+@check
+def a_second_derivative_is_refused(rank, world, folder):
+    plan = zigzag(100, world)
+    for method in METHODS:
+        local = [plan.shard(x, 2, rank=rank).requires_grad_() for x in inputs(length=100)]
+        out = bsk.distributed.attention(*local, plan=plan, method=method)
+        (dq,) = torch.autograd.grad((out**2).sum(), local[0], create_graph=True)
+        with pytest.raises(bsk.Unsupported, match="no backward of the backward"):
+            dq.sum().backward()
 
 
 @check

@@ -162,10 +162,26 @@ class _GatherParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        members, lengths = ctx.members, ctx.lengths
-        rows = torch.cat([g.movedim(ctx.dim, 0) for g in gradients])
+        apply: Any = _ReturnParts.apply
+        return apply(ctx.dim, ctx.lengths, ctx.members, *gradients), None, None, None
+
+
+class _ReturnParts(torch.autograd.Function):
+    """The adjoint of `_GatherParts`, a function of its own so that it has a derivative too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dim: int, lengths: tuple[int, ...], members: Members, *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.dim, ctx.lengths, ctx.members = dim, lengths, members
+        rows = torch.cat([part.movedim(dim, 0) for part in parts])
         own = lengths[members.rank]
         arriving = start_all_to_all(rows, lengths, [own] * members.size, members).wait()
-        parts = arriving.view(members.size, own, *rows.shape[1:])
-        total = parts.to(compute_dtype(parts.dtype)).sum(0).to(parts.dtype)
-        return total.movedim(0, ctx.dim), None, None, None
+        returned = arriving.view(members.size, own, *rows.shape[1:])
+        total = returned.to(compute_dtype(returned.dtype)).sum(0).to(returned.dtype)
+        return total.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        parts = gather_parts(gradient, ctx.dim, ctx.lengths, ctx.members)
+        return None, None, None, *parts

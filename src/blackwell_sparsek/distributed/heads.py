@@ -145,6 +145,13 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         each = zip(gradients, ctx.spans, ctx.heads, ctx.needs_input_grad[2:], strict=True)
+        if torch.is_grad_enabled():
+            # autograd does not see what ranks exchange, and these may be differentiated again
+            found = [
+                to_sequence(gradient, ctx.exchanger, spans, heads) if needed else None
+                for gradient, spans, heads, needed in each
+            ]
+            return None, None, *found
         # ranks have compared which gradients they want
         moving = [
             ctx.exchanger.start_to_sequence(gradient, spans, heads) if needed else None
@@ -163,7 +170,8 @@ class _ToSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.exchanger.start_to_heads(gradient, ctx.spans)(), None, None, None
+        (moved,) = to_heads((gradient,), ctx.exchanger, (ctx.spans,))
+        return moved, None, None, None
 
 
 def mask_of_heads(mask: BlockMask, span: Span) -> BlockMask:

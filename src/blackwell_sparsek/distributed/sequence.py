@@ -19,6 +19,7 @@ import torch
 from ..attention.merge import merge_states
 from ..attention.op import run_backward, run_forward
 from ..calls.attention import AttentionCall, AttnSpec, compute_dtype, empty_lse, empty_out
+from ..core.errors import Unsupported
 from ..masks.band import EVERYTHING
 from .collectives import Pending, start_all_gather, start_all_to_all, start_ring
 from .group import Members
@@ -89,15 +90,44 @@ class _SplitAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        gradients = _Gradients(ctx.run, q, dout, dlse, out, lse)
-        back = _gathered_backward if isinstance(ctx.run.work, Gathered) else _ring_backward
-        dk, dv = back(ctx.run, k, v, gradients)
-        dsinks = None if sinks is None else _sink_gradient(sinks, dout, dlse, out, lse)
-        made = (gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks)
-        needs = ctx.needs_input_grad[:4]
-        return (*(g if need else None for g, need in zip(made, needs, strict=True)), None)
+        given = (dout, dlse, *ctx.saved_tensors, ctx.run, ctx.needs_input_grad[:4])
+        apply: Any = _SplitGradients.apply
+        made = apply(*given) if torch.is_grad_enabled() else _gradients(*given)
+        return (*made, None)
+
+
+class _SplitGradients(torch.autograd.Function):
+    """The backward pass where it may be differentiated itself, which raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        return _gradients(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise Unsupported("distributed.attention: no backward of the backward")
+
+
+def _gradients(
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    run: SequenceRun,
+    needs: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of q, k, v and the sinks; None for those that are not needed."""
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = _Gradients(run, q, dout, dlse, out, lse)
+    back = _gathered_backward if isinstance(run.work, Gathered) else _ring_backward
+    dk, dv = back(run, k, v, gradients)
+    dsinks = None if sinks is None else _sink_gradient(sinks, dout, dlse, out, lse)
+    made = (gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks)
+    return tuple(g if need else None for g, need in zip(made, needs, strict=True))
 
 
 class _Merged:
