@@ -174,6 +174,10 @@ def layouts_of_inputs_and_outputs(rank, world, folder):
     features = split.features(rank)
     found = placed(y.detach()[:, features])
     assert isinstance(found, DTensor) and found.placements == (Replicate(),)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = narrow(y), plain.down(same)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
 
 
 @check

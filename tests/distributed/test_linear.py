@@ -59,6 +59,8 @@ def test_heads_stay_together():
         ),
         (([(BSRLinear(64, 96, (16, 16)), "rows")], 4), "features cannot be split evenly"),
         (([(BSRLinear(64, 90, (16, 16)), "rows")], 1), "features cannot be split evenly"),
+        (([(BSRLinear(64, 64, (16, 16)), "rows")], 2.0), "world_size is not an int"),
+        (([BSRLinear(64, 64, (16, 16))], 2), "layers are not pairs; expected .layer, .rows. or"),
     ],
 )
 def test_errors_of_splits(arguments, message):
@@ -71,6 +73,14 @@ def test_a_unit_holds_whole_blocks():
         split_features([(BSRLinear(64, 64, (32, 16)), "rows")], 2, unit=16)
 
 
+@pytest.mark.parametrize("unit", [0, -16, 16.0])
+def test_a_unit_is_a_positive_int(unit):
+    with pytest.raises(bsk.InvalidInput, match=r"unit is (too small|not an int)"):
+        split_features([(BSRLinear(64, 64, (16, 16)), "rows")], 2, unit=unit)
+    with pytest.raises(bsk.InvalidInput, match=r"unit is (too small|not an int)"):
+        FeatureSplit.contiguous(64, unit, 2)
+
+
 @pytest.mark.parametrize(
     ("unit", "units", "message"),
     [
@@ -79,11 +89,23 @@ def test_a_unit_holds_whole_blocks():
         (16, ((0, 1), (1, 2)), "units are no split"),
         (16, ((0, 3), (1, 4)), "units are no split"),
         (16, ((1, 0), (2, 3)), "units are no split"),
+        (16, 5, "units are malformed; expected the units of each rank"),
+        (16, (0, 1), "units are malformed"),
     ],
 )
 def test_what_is_no_split_is_refused(unit, units, message):
     with pytest.raises(bsk.InvalidInput, match=message):
         FeatureSplit(unit, units)
+
+
+def test_splits_from_lists_compare_and_hash():
+    made, expected = FeatureSplit(16, [[0], [1]]), FeatureSplit(16, ((0,), (1,)))
+    assert made == expected and hash(made) == hash(expected)
+
+
+def test_a_style_takes_a_split_first():
+    with pytest.raises(bsk.InvalidType, match="split has a wrong type; expected FeatureSplit"):
+        ColwiseBSR("rows")
 
 
 # Checkpoints of layers that are split, in a group of one.

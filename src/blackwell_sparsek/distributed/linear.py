@@ -26,6 +26,7 @@ from ..core.checks import (
 )
 from ..core.errors import BskError, InvalidInput, InvalidType, Unsupported
 from ..core.sizes import cdiv
+from ..masks.check import check_count
 from ..matmul.api import matmul
 from ..nn.bsr_linear import BSRLinear
 from ..nn.bsr_weight import KEYS, check_state, is_strict, other_pattern
@@ -71,6 +72,13 @@ class FeatureSplit:
         op = "FeatureSplit"
         if not isinstance(self.unit, int) or self.unit < 1:
             raise InvalidInput(message(op, "unit", "is out of range", "an int >= 1", self.unit))
+        if not isinstance(self.units, (tuple, list)) or not all(
+            isinstance(owned, (tuple, list, range)) for owned in self.units
+        ):
+            expected = "the units of each rank, tuples of ints"
+            raise InvalidType(message(op, "units", "are malformed", expected, self.units))
+        # equality and hashing need tuples, whatever sequences came
+        object.__setattr__(self, "units", tuple(tuple(owned) for owned in self.units))
         counts = {len(owned) for owned in self.units}
         listed = sorted(u for owned in self.units for u in owned)
         ascending = all(list(owned) == sorted(owned) for owned in self.units)
@@ -146,6 +154,10 @@ def split_features(
     op = "split_features"
     if not layers:
         raise InvalidInput(message(op, "layers", "is empty", "at least one", layers))
+    for pair in layers:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            expected, got = '(layer, "rows" or "columns")', type(pair).__name__
+            raise InvalidType(message(op, "layers", "are not pairs", expected, got))
     weights = [(_pattern_of(op, layer), side) for layer, side in layers]
     for _, side in weights:
         check_choice(op, "side", side, SIDES)
@@ -154,7 +166,7 @@ def split_features(
         problem = "have different numbers of shared features"
         raise InvalidInput(message(op, "layers", problem, "one", sorted(sizes)))
     blocks = [pattern.block_shape[SIDES.index(side)] for pattern, side in weights]
-    unit = max(blocks) if unit is None else unit
+    unit = max(blocks) if unit is None else check_count(op, "unit", unit, at_least=1)
     for block in blocks:
         if unit % block:
             expected = f"a multiple of {block}, a block of the shared features"
@@ -181,7 +193,10 @@ def _pattern_of(op: str, layer: Any) -> BSRPattern:
 
 
 def _units_per_rank(op: str, features: int, unit: int, world_size: int) -> int:
-    if world_size < 1 or features % (unit * world_size):
+    check_count(op, "features", features)
+    check_count(op, "unit", unit, at_least=1)
+    check_count(op, "world_size", world_size, at_least=1)
+    if features % (unit * world_size):
         expected = f"a multiple of {unit} features for each of {world_size} ranks"
         raise InvalidInput(message(op, "features", "cannot be split evenly", expected, features))
     return features // (unit * world_size)
@@ -265,7 +280,8 @@ class ParallelBSRLinear(BSRLinear):
         y = self._colwise(x) if by_rows else self._rowwise(x)
         y = y.redistribute(placements=[self._output_layout])
         if not by_rows and self.bias is not None:
-            y = cast(DTensor, y + self.bias)
+            # autocast leaves sums alone, and the product may be narrower than the bias
+            y = cast(DTensor, y + self.bias.to(y.dtype))
         return y.to_local() if self._local_output else y
 
     def _colwise(self, x: torch.Tensor) -> DTensor:
@@ -459,6 +475,9 @@ class _Style(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
+        if split is not None and not isinstance(split, FeatureSplit):
+            op, got = type(self).__name__, type(split).__name__
+            raise InvalidType(message(op, "split", "has a wrong type", "FeatureSplit", got))
         self.split = split
         given, wanted = self._defaults
         self.input_layouts: Placement = given if input_layouts is None else input_layouts
