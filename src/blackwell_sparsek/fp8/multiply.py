@@ -1,5 +1,6 @@
 """`bsk.fp8.matmul`: 16-bit activations times a block-sparse matrix in fp8."""
 
+import math
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ def _in_rows(x: torch.Tensor) -> Any:
     if 2 <= x.dim() <= 2 + _MOST_BATCHES:
         return x
     try:
-        return x.view(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+        # not -1: without elements it could be any number
+        return x.view(math.prod(x.shape[:-1]), x.shape[-1])
     except RuntimeError:
         expected = f"strides of rows that merge, or at most {2 + _MOST_BATCHES} dimensions"
         got = f"{list(x.shape)} with strides {tuple(x.stride())}"
