@@ -183,6 +183,11 @@ def test_gradients_are_refused_and_not_dropped(name):
         bsk.attention_decode(**call)
     with torch.no_grad():
         assert not bsk.attention_decode(**call).requires_grad
+    tensors = {arg: x for arg, x in call.items() if isinstance(x, torch.Tensor)}
+    fixed = {arg: x for arg, x in call.items() if arg not in tensors}
+    batched = {arg: x[None].expand(2, *x.shape) for arg, x in tensors.items()}
+    with pytest.raises(Unsupported, match=f"attention_decode: {name} requires a gradient"):
+        torch.vmap(lambda given: bsk.attention_decode(**given, **fixed))(batched)
 
 
 def test_inputs_that_are_right_pass_the_check():

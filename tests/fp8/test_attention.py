@@ -338,6 +338,23 @@ def test_gradients_are_those_of_the_exact_attention(sinks):
     assert only[0].shape == q.shape
 
 
+@pytest.mark.parametrize("batched_keys", [True, False])
+def test_gradients_inside_of_vmap(batched_keys):
+    q, k, v = (torch.randn(3, 1, h, 20, 16, requires_grad=True) for h in (4, 2, 2))
+    if batched_keys:
+        out = torch.vmap(bsk.fp8.attention)(q, k, v)
+        parts = zip(q, k, v, strict=True)
+    else:
+        out = torch.vmap(lambda q: bsk.fp8.attention(q, k[0], v[0]))(q.detach())
+        parts = ((x, k[0], v[0]) for x in q.detach())
+    expected = torch.stack([bsk.fp8.attention(*part) for part in parts])
+    dout = torch.randn(out.shape)
+    leaves = (q, k, v) if batched_keys else (k, v)
+    made, exact = (torch.autograd.grad(x, leaves, dout) for x in (out, expected))
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(made, exact)
+
+
 def with_gradients(function, leaves, *arguments):
     """Results of a call, and the gradients of its output, whose own gradient is fixed."""
     out, lse = function(*arguments)

@@ -169,6 +169,19 @@ def test_rounding_on_the_fly(impl, shape, device):
     assert out.dtype == torch.float16 and torch.equal(out, exact.view(*shape[:-1], 40))
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (1, 2, 1, 2, 3, 0), (1, 2, 0, 2, 3, 0)])
+def test_rounding_no_channels(shape):
+    w = bsk.BSRMatrix.from_dense(torch.zeros(32, 0), (16, 16)).to_fp8().T
+    out = bsk.fp8.matmul(torch.zeros(shape), w)
+    assert torch.equal(out, torch.zeros(*shape[:-1], 32))
+
+
+def test_a_gradient_of_the_bias_inside_of_vmap_is_refused():
+    w, bias = matrix((40, 50), (16, 16), "cpu").T, torch.zeros(2, 40, requires_grad=True)
+    with pytest.raises(bsk.InvalidInput, match="bias requires gradients"):
+        torch.vmap(lambda bias: bsk.fp8.matmul(torch.zeros(3, 50), w, bias=bias))(bias)
+
+
 def test_error_of_rounding_stays_within_that_of_e4m3(device):
     x = normal(64, 512, seed=9, device=device)
     w = random_bsr((256, 512), (128, 128), seed=10, device=device)

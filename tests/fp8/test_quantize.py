@@ -355,6 +355,9 @@ def test_gradients_are_refused_only_where_they_would_flow():
     with torch.no_grad():
         assert not bsk.fp8.quantize(x).data.requires_grad
     assert bsk.fp8.quantize(x.detach()).data.dtype == E4M3
+    # a batched tensor does not report that it requires a gradient
+    with pytest.raises(bsk.InvalidInput, match="x requires gradients"):
+        torch.vmap(lambda x: bsk.fp8.quantize(x).data.float())(x[None])
 
 
 @BOTH

@@ -14,6 +14,7 @@ from ..core.checks import (
     check_same_device,
     check_tensor,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput
 from ..core.fp8 import E4M3
@@ -106,7 +107,7 @@ def fp8_call(
 
 def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
     """Refuse a tensor whose gradient autograd would ask for, which would silently be missing."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and wants_gradient(x):
         expected = "bsk.fp8.attention on 16-bit tensors, or torch.no_grad()"
         problem = "requires gradients, which fp8 inputs do not have"
         raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))

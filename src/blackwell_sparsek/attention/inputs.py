@@ -19,6 +19,7 @@ from ..core.checks import (
     check_tensor,
     is_differentiated_by_func,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import autocast_dtype, cast_operand
@@ -207,7 +208,7 @@ def check_bias(op: str, bias: Any, q: torch.Tensor, sk: int) -> None:
 
 def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
     """Raise if the gradient of what is added to scores is needed, which is not computed."""
-    if (torch.is_grad_enabled() and x.requires_grad) or is_differentiated_by_func(x):
+    if (torch.is_grad_enabled() and wants_gradient(x)) or is_differentiated_by_func(x):
         raise Unsupported(
             f"{op}: {arg} requires a gradient, which is not computed; pass {arg}.detach(), or use "
             "torch's own attention to train it"
@@ -275,7 +276,7 @@ def refuse_gradients_into(op: str, tensors: dict[str, torch.Tensor | None]) -> N
     for arg, x in tensors.items():
         if x is None:
             continue
-        if (torch.is_grad_enabled() and x.requires_grad) or is_differentiated_by_func(x):
+        if (torch.is_grad_enabled() and wants_gradient(x)) or is_differentiated_by_func(x):
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which a result in out does not have; call it "
                 "under torch.no_grad(), or without out"

@@ -49,12 +49,22 @@ def is_differentiated_by_func(*tensors: torch.Tensor) -> bool:
     stack = functorch.get_interpreter_stack() or ()
     if not any(level.key() == functorch.TransformType.Grad for level in stack):
         return False
-    return any(_innermost(x).requires_grad for x in tensors)
+    return any(wants_gradient(x) for x in tensors)
+
+
+def wants_gradient(x: torch.Tensor) -> bool:
+    """`x.requires_grad`, also inside of `torch.vmap`, where no tensor reports it."""
+    return (x if torch.compiler.is_compiling() else _innermost(x)).requires_grad
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether `x` is one entry of a batch inside of `torch.vmap`."""
+    return bool(torch._C._functorch.is_batchedtensor(x))
 
 
 def _innermost(x: torch.Tensor) -> torch.Tensor:
     """A batched tensor never reports `requires_grad`; what it wraps does."""
-    while torch._C._functorch.is_batchedtensor(x):
+    while is_batched(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 

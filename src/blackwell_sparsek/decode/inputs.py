@@ -29,6 +29,7 @@ from ..core.checks import (
     check_shape,
     check_tensor,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import cast_operand
@@ -214,7 +215,7 @@ def refuse_gradients(op: str, call: DecodeCall) -> None:
         return
     tensors = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "sinks": call.sinks}
     for arg, x in {**tensors, "k_scale": call.k_scale, "v_scale": call.v_scale}.items():
-        if x is not None and x.requires_grad:
+        if x is not None and wants_gradient(x):
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which decoding does not have; call it under "
                 "torch.no_grad(), or use bsk.attention on the keys of the cache"

@@ -13,6 +13,7 @@ from ..core.checks import (
     check_last_dim_contiguous,
     check_tensor,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput
 from ..core.fp8 import E4M3, LARGEST
@@ -131,7 +132,7 @@ def _check_values(op: str, x: Any) -> None:
         expected = "[S, D], [H, S, D] or [B, H, S, D]"
         raise InvalidInput(message(op, "x", "has a wrong rank", expected, list(x.shape)))
     check_last_dim_contiguous(op, "x", x)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and wants_gradient(x):
         problem = "requires gradients, which rounding does not have"
         expected = "torch.no_grad(), or a detached tensor"
         raise InvalidInput(message(op, "x", problem, expected, "requires_grad=True"))

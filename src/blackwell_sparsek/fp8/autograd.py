@@ -2,7 +2,8 @@
 
 The gradients are those of the attention without fp8, which the backward pass computes again.
 `torch.compile` cannot look into a backward pass that asks autograd for gradients itself, so it gets
-the operator `bsk::fp8_attention`, whose derivative consists of operators. Other calls get an
+the operator `bsk::fp8_attention`, whose derivative consists of operators. So does `torch.vmap`,
+which does not batch a function that computes and saves at once. Other calls get an
 `autograd.Function`: torch spends less time on it, and its backward replays recorded launches.
 """
 
@@ -21,6 +22,7 @@ from ..attention.inputs import (
 )
 from ..attention.op import OPTIONS_SCHEMA, ForwardArguments, attn_fwd, call_of, operator_options
 from ..calls.attention import empty_lse, empty_out
+from ..core.checks import is_batched, wants_gradient
 from ..core.errors import Unsupported
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import band_of
@@ -53,9 +55,9 @@ def attend(
     `options` are the other arguments of `bsk.attention`.
     """
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+    if not torch.is_grad_enabled() or not any(map(wants_gradient, inputs)):
         return _attend(q, k, v, sinks, options, choice)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(map(is_batched, inputs)):
         flat = _flat_options(q, k, v, sinks, **options)
         made: Tensors = fp8_attention(q, k, v, *flat, choice.impl, choice.smooth, choice.rotate)
         return made

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_dtype, check_tensor, message
+from ..core.checks import check_dtype, check_tensor, message, wants_gradient
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.check import check_count
 
@@ -37,7 +37,7 @@ def check_scale(
 
 def check_no_gradient(op: str, arg: str, x: torch.Tensor) -> None:
     """Refuse a tensor that wants a gradient, which would silently be missing."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and wants_gradient(x):
         expected = "torch.no_grad(), or a detached tensor"
         problem = "requires gradients, which do not flow through a cache"
         raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))

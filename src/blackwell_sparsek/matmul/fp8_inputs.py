@@ -15,13 +15,14 @@ from ..core.checks import (
     check_shape,
     check_tensor,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType
 from ..core.fp8 import E4M3
 from ..launch.replay import record, repeat
 from ..sparse.matrix import BSRMatrix
 from .fp8_op import bsr_matmul_fp8
-from .inputs import Options, check_blocks, check_options, needs_grad
+from .inputs import Options, check_blocks, check_options
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = "1x128"
@@ -101,7 +102,7 @@ def _checked(
     others = {"b.descale": sparse.stored_descale, "bias": bias, "residual": residual}
     tensors: dict[str, torch.Tensor | None] = {**operands, **others}
     for arg, tensor in tensors.items():
-        if needs_grad(tensor):
+        if tensor is not None and torch.is_grad_enabled() and wants_gradient(tensor):
             expected = "torch.no_grad(), or the layer before to_fp8() for training"
             problem = "requires gradients, which products in fp8 do not have"
             raise InvalidInput(message(op, arg, problem, expected, "requires_grad=True"))

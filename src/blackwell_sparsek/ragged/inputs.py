@@ -32,6 +32,7 @@ from ..core.checks import (
     check_shape,
     check_tensor,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.inputs import (
@@ -229,7 +230,7 @@ def refuse_gradients(op: str, call: RaggedCall, why: str) -> None:
     inputs = {"q": call.q, "k": call.k, "v": call.v, "sinks": call.sinks}
     factors = {"alibi_slopes": call.alibi_slopes, "k_scale": call.k_scale, "v_scale": call.v_scale}
     for arg, x in {**inputs, **factors}.items():
-        if x is not None and x.requires_grad:
+        if x is not None and wants_gradient(x):
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which {why} does not have; call it under "
                 "torch.no_grad(), or pass packed keys with cu_seqlens_k and without that option"

@@ -25,6 +25,7 @@ from ..core.checks import (
     check_shape,
     check_tensor,
     message,
+    wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.inputs import PAGED
@@ -217,7 +218,7 @@ def _check_gate(op: str, gate: Any, selection: KeySelection, q: torch.Tensor) ->
 def refuse_gradients(op: str, *tensors: Any) -> None:
     """Raise if a gradient through pages is needed: it would be cut silently."""
     for arg, x in zip(("q", "k", "v", "sinks", "gate"), tensors, strict=True):
-        if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad:
+        if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and wants_gradient(x):
             raise Unsupported(
                 f"{op}: {arg} requires a gradient, which keys in pages do not have; call it under "
                 "torch.no_grad(), or pass dense or packed keys"
