@@ -398,6 +398,10 @@ def a_mesh_or_a_subgroup(rank, world, folder):
             torch.testing.assert_close(plan.unshard(out, 2, **where), expected)
     with pytest.raises(bsk.InvalidInput, match="mesh has several dimensions"):
         bsk.distributed.attention(*given, mesh=mesh)
+    others = dist.new_group([0])
+    if rank != 0:
+        with pytest.raises(bsk.InvalidInput, match="group does not contain this process; expected"):
+            bsk.distributed.attention(*given, group=others)
     with pytest.raises(bsk.InvalidInput, match="mesh/group are both given"):
         bsk.distributed.attention(*given, mesh=own, group=own.get_group())
 
@@ -421,6 +425,38 @@ def unshard_is_differentiable(rank, world, folder):
     torch.testing.assert_close(slope, 3 * world * mine**2)
     (curvature,) = torch.autograd.grad(slope.sum(), mine)
     torch.testing.assert_close(curvature, 6 * world * mine)
+
+
+@check
+def transforms_are_refused(rank, world, folder):
+    plan = zigzag(100, world)
+    q, k, v = (plan.shard(x, 2, rank=rank) for x in inputs(length=100))
+
+    def call(q):
+        return bsk.distributed.attention(q, k, v, plan=plan)
+
+    with pytest.raises(bsk.Unsupported, match=r"q is differentiated by torch\.func"):
+        torch.func.grad(lambda q: call(q).sum())(q)
+    with pytest.raises(bsk.Unsupported, match=r"q is mapped over by torch\.vmap"):
+        torch.vmap(call)(q[None])
+
+
+@check
+def compiled_code_calls_it_as_it_is(rank, world, folder):
+    plan = zigzag(100, world)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(q, k, v):
+        return bsk.distributed.attention(q * 2, k, v, plan=plan, causal=True) + 1
+
+    local = [plan.shard(x, 2, rank=rank) for x in inputs(length=100)]
+    made = torch.compile(step, backend=backend)(*local)
+    torch.testing.assert_close(made, step(*local))
+    assert len(graphs) == 2
 
 
 @check

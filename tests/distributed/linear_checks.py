@@ -174,6 +174,10 @@ def layouts_of_inputs_and_outputs(rank, world, folder):
     features = split.features(rank)
     found = placed(y.detach()[:, features])
     assert isinstance(found, DTensor) and found.placements == (Replicate(),)
+    for width in (WIDE - 1, WIDE + 1):
+        with pytest.raises(bsk.InvalidInput, match=f"x does not fit; expected .*{WIDE}], the inp"):
+            narrow(torch.zeros(3, width))
+    assert bsk.explain(narrow).layers[0].nnz_blocks == narrow.nnz_blocks
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = narrow(y), plain.down(same)
     assert found.dtype == expected.dtype == torch.bfloat16

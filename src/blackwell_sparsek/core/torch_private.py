@@ -4,9 +4,11 @@ Where a private function is missing, its public counterpart takes its place.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 raw_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -16,6 +18,16 @@ def _public_stream(device: int) -> int:
 
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+
+
+# torch.compile runs what this decorates as it is; the public one imports the compiler at once
+_untraced: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
+def untraced(function: F) -> F:
+    """Let `torch.compile` call `function` and not look into it."""
+    made: F = _untraced(function)
+    return made
 
 
 def _public_empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:

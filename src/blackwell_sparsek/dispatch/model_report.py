@@ -95,7 +95,8 @@ def _sparse_layer(name: str, module: Any, explain: Callable[..., Any]) -> Sparse
     if not values.is_meta:
         for tokens in TOKENS:
             x = torch.empty(tokens, module.in_features, dtype=values.dtype, device=values.device)
-            chosen[tokens] = explain(module, x).chosen
+            # of a layer that is split among ranks, the part that this one computes
+            chosen[tokens] = explain(getattr(module, "_product", module), x).chosen
     shape = (module.out_features, module.in_features)
     return SparseLayer(name, shape, module.block_shape, module.nnz_blocks, module.blocks, chosen)
 

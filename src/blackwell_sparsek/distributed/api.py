@@ -22,9 +22,17 @@ from ..attention.inputs import (
     softcap_or_off,
 )
 from ..attention.op import run_forward
-from ..core.checks import check_choice, check_rank, check_tensor, message
+from ..core.checks import (
+    check_choice,
+    check_derivatives,
+    check_rank,
+    check_tensor,
+    is_batched,
+    message,
+)
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.torch_private import untraced
 from ..core.torch_state import is_explaining
 from ..dispatch.dispatcher import Explained
 from ..masks.band import EVERYTHING, Band, band_of
@@ -237,6 +245,37 @@ def attention(
             softcap=softcap, sinks=sinks, return_lse=return_lse, deterministic=deterministic,
             impl=impl,
         )  # fmt: skip
+    out, lse = _over_ranks(
+        members, q, k, v, plan, method, cu_seqlens, (causal, window), block_mask, scale, softcap,
+        sinks, deterministic, impl, return_lse, others,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+@untraced
+def _over_ranks(
+    members: Members,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Any,
+    method: str,
+    cu_seqlens: Any,
+    band: tuple[Any, Any],
+    block_mask: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    deterministic: Any,
+    impl: str,
+    return_lse: bool,
+    others: dict[str, Any],
+) -> Any:
+    """Output and lse over several ranks; `band` is (causal, window).
+
+    One break in a compiled graph: the compiler would break at every collective and cached mask,
+    and compile the pieces between for each rank.
+    """
     failure: Exception | None = None
     call: _Call | None = None
     try:
@@ -244,7 +283,7 @@ def attention(
             _refuse(others)
         q, k, v = _checked(q, k, v)
         call = _checked_call(
-            q, k, v, members, plan, method, cu_seqlens, band_of(OP, causal, window), block_mask,
+            q, k, v, members, plan, method, cu_seqlens, band_of(OP, *band), block_mask,
             scale, softcap, sinks, deterministic, impl, return_lse,
         )  # fmt: skip
     except Exception as error:
@@ -257,8 +296,7 @@ def attention(
     else:
         known = _agreed(members, call, failure, q)
     assert call is not None
-    out, lse = call.attend(q, k, v, known)
-    return (out, lse) if return_lse else out
+    return call.attend(q, k, v, known)
 
 
 def _checked(
@@ -267,6 +305,11 @@ def _checked(
     check_qkv(OP, q, k, v, DENSE)
     check_head_dims(OP, q, v)
     _check_lengths(q, k)
+    for arg, x in {"q": q, "k": k, "v": v}.items():
+        check_derivatives(OP, arg, x)
+        if is_batched(x):
+            problem, expected = "is mapped over by torch.vmap", "a batch dimension of q, k and v"
+            raise Unsupported(message(OP, arg, problem, expected, "a transform"))
     return autocast_qkv(OP, q, k, v)
 
 

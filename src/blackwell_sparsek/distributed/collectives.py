@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..calls.attention import compute_dtype
+from ..core.torch_private import untraced
 from .group import Members, add_sent
 
 # the name before torch 2.13, which warns about it
@@ -135,6 +136,7 @@ def start_ring(data: torch.Tensor, count: int, members: Members) -> Pending:
     return Pending(dist.batch_isend_irecv(calls) if calls else [], arriving, data)
 
 
+@untraced
 def gather_parts(
     x: torch.Tensor, dim: int, lengths: Sequence[int], members: Members
 ) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
+from ..core.torch_private import untraced
 
 TEXT_BYTES = 1024
 """How much of its description a rank sends to the others."""
@@ -92,6 +93,10 @@ def members_of(op: str, mesh: Any, group: Any) -> Members:
         group = mesh.get_group()
     elif group is None:
         group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        # what new_group returns to a process that it leaves out
+        expected = "a call on its members only"
+        raise InvalidInput(message(op, "group", "does not contain this process", expected, group))
     if not isinstance(group, dist.ProcessGroup):
         got = type(group).__name__
         raise InvalidType(message(op, "group", "is not a group", "ProcessGroup", got))
@@ -152,6 +157,7 @@ MOST_AGREED = 256
 """For each group."""
 
 
+@untraced
 def agree_once(
     op: str,
     members: Members,

@@ -288,8 +288,7 @@ class ParallelBSRLinear(BSRLinear):
         whole = self._placed(x).redistribute(placements=[Replicate()])
         # each rank finds the gradient through its own outputs
         local = whole.to_local(grad_placements=[Partial()])
-        bias = None if self.bias is None else _local(self.bias)
-        made = matmul(local, self.weight.T, bias=bias, activation=self.activation, impl=self.impl)
+        made = self._product(local)
         y = DTensor.from_local(made, self._mesh, [Shard(-1)], run_check=False)
         if self._output_layout in (Shard(-1), Shard(made.dim() - 1)):
             return y
@@ -304,10 +303,22 @@ class ParallelBSRLinear(BSRLinear):
             local = placed.to_local()
         else:
             whole = placed.redistribute(placements=[Replicate()])
+            if whole.shape[-1] != self._parts.split.total:
+                # selecting features would ignore those that are too many
+                expected = f"[..., {self._parts.split.total}], the inputs of all ranks"
+                got = list(whole.shape)
+                raise InvalidInput(message("RowwiseBSR", "x", "does not fit", expected, got))
             own = self._parts.split.features(self._mesh.get_local_rank()).to(x.device)
             local = whole.to_local(grad_placements=[Partial()]).index_select(-1, own)
-        made = matmul(local, self.weight.T, impl=self.impl)
+        made = self._product(local)
         return DTensor.from_local(made, self._mesh, [Partial()], run_check=False)
+
+    def _product(self, local: torch.Tensor) -> torch.Tensor:
+        """What this rank computes of its own inputs; `bsk.explain` of a model asks for it."""
+        if self._parts.side == "columns":
+            return matmul(local, self.weight.T, impl=self.impl)
+        bias = None if self.bias is None else _local(self.bias)
+        return matmul(local, self.weight.T, bias=bias, activation=self.activation, impl=self.impl)
 
     def _placed(self, x: torch.Tensor) -> DTensor:
         if isinstance(x, DTensor):
