@@ -121,6 +121,32 @@ def test_gradients(slopes):
         torch.testing.assert_close(a.grad, b.grad.flatten(0, 1))
 
 
+def test_only_the_sink_is_learned():
+    """Queries without a gradient do not choose the kernels without one."""
+    tensors, sinks = qkv(), [normal(4, seed=5, dtype=DOUBLE).requires_grad_() for _ in range(2)]
+    out = flash_attn_func(*tensors, causal=True, alibi_slopes=SLOPES, learnable_sink=sinks[0])
+    weight = normal(*out.shape, seed=9, dtype=DOUBLE)
+    out.backward(weight)
+    batched(*tensors, causal=True, slopes=SLOPES, sink=sinks[1])[0].backward(weight)
+    torch.testing.assert_close(sinks[0].grad, sinks[1].grad)
+    out = flash_attn_func(*tensors, attention_chunk=8, learnable_sink=sinks[0])
+    with pytest.raises(Unsupported, match="attention_chunk has no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": SLOPES}, {"attention_chunk": 8}])
+def test_autocast(options):
+    tensors = qkv(dtype=torch.float32)
+    packed, offsets = [x.flatten(0, 1) for x in tensors], (int32(0, 19, 38), int32(0, 33, 66))
+    low = [x.bfloat16() for x in tensors]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn_func(*tensors, causal=True, **options)
+        of_packed = flash_attn_varlen_func(*packed, *offsets, 19, 33, causal=True, **options)
+    want = flash_attn_func(*low, causal=True, **options)
+    assert out.equal(want)
+    assert of_packed.equal(want.flatten(0, 1))
+
+
 def test_gradients_that_do_not_exist_are_refused():
     """Where a backward asks for them, as in flash-attn; the results are there."""
     q, k, v = qkv()
@@ -541,6 +567,15 @@ def test_refusals(options, match):
     packed = [x.flatten(0, 1) for x in tensors]
     with pytest.raises(Unsupported, match="flash_attn_varlen_func: .*" + match):
         flash_attn_varlen_func(*packed, int32(0, 38), int32(0, 66), 38, 66, **options)
+
+
+def test_refusals_of_packed_inputs():
+    packed, cu = [x.flatten(0, 1) for x in qkv()], (int32(0, 38), int32(0, 66), 38, 66)
+    with pytest.raises(InvalidType, match="q is not a tensor"):
+        flash_attn_varlen_func([1.0], *packed[1:], *cu, seqused_k=int32(60))
+    pages = [x[None] for x in packed[1:]]
+    with pytest.raises(InvalidType, match="cu_seqlens_k is not a tensor"):
+        flash_attn_varlen_func(packed[0], *pages, cu[0], [0, 66], 38, 66, block_table=int32([0]))
 
 
 TABLE = torch.zeros(2, 2, dtype=torch.int32)

@@ -166,6 +166,20 @@ def test_autocast_casts_queries_only():
     assert out.equal(bsk.attention_varlen(*args, **options))
 
 
+@pytest.mark.parametrize("options", [
+    {"alibi_slopes": torch.ones(4)}, {"chunk": 4}, {"batch_invariant": True},
+    {"seqused_k": torch.tensor([2, 5], dtype=torch.int32)},
+])  # fmt: skip
+def test_autocast_casts_packed_keys(options):
+    q, k, v = torch.randn(3, 10, 4, 16, generator=torch.Generator().manual_seed(0))
+    offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    options = {"max_seqlen_q": 7, "max_seqlen_k": 7, "causal": True, **options}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = bsk.attention_varlen(q, k, v, offsets, offsets, **options)
+    low = [x.bfloat16() for x in (q, k, v)]
+    assert out.equal(bsk.attention_varlen(*low, offsets, offsets, **options))
+
+
 def test_no_queries_and_no_sequences():
     offsets = torch.zeros(1, dtype=torch.int32)
     cache = torch.zeros(0, 2, 5, 8)

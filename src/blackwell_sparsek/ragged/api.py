@@ -12,6 +12,7 @@ from ..core.checks import check_choice, check_tensor, is_differentiated_by_func,
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, Unsupported
 from ..core.torch_state import cast_operand
+from ..decode.inputs import FP8
 from ..launch.replay import record, repeat
 from ..masks.block_mask import BlockMask
 from .inputs import ragged_call, refuse_gradients
@@ -357,9 +358,11 @@ def attention_varlen(
         _refuse_others(block_mask, deterministic)
         check_choice(OP, "impl", impl, IMPLS)
         check_tensor(OP, "q", q)
+        if cu_seqlens_k is not None:
+            # operands like q; caches are never cast
+            k, v = _cast_packed(k), _cast_packed(v)
         call = ragged_call(
             OP,
-            # caches are never cast
             cast_operand(q),
             k,
             v,
@@ -408,6 +411,11 @@ def _wants_gradients(*tensors: Any) -> bool:
     given = [x for x in tensors if isinstance(x, torch.Tensor)]
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     return recorded or is_differentiated_by_func(*given)
+
+
+def _cast_packed(x: Any) -> Any:
+    """Packed keys or values as autocast has them; those in fp8 stay, with their factors."""
+    return x if not isinstance(x, torch.Tensor) or x.dtype == FP8 else cast_operand(x)
 
 
 def _results(call: RaggedCall, impl: str, out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

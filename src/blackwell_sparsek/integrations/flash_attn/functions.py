@@ -9,6 +9,7 @@ from ...attention.api import attention
 from ...core.checks import check_rank, check_tensor, message
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
+from ...core.torch_state import cast_operand
 from ...kv_cache.slots import rotated
 from ...masks.packed import check_cu_seqlens
 from ...ragged.api import attention_varlen
@@ -69,7 +70,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reason: str, out: torch.Tensor, lse: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any, reason: str, out: torch.Tensor, lse: torch.Tensor, *inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pass the results on."""
         ctx.reason = reason
@@ -82,15 +83,21 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _attached(
-    reason: str, call: Callable[[], tuple[torch.Tensor, torch.Tensor]], *inputs: torch.Tensor
+    reason: str, call: Callable[[], tuple[torch.Tensor, torch.Tensor]], *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of a call that has no gradients; for inputs that want one, it is refused later."""
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+    if not _want_gradients(*inputs):
         return call()
     with torch.no_grad():
         out, lse = call()
     attached: tuple[torch.Tensor, torch.Tensor] = _NoGradient.apply(reason, out, lse, *inputs)
     return attached
+
+
+def _want_gradients(*inputs: Any) -> bool:
+    """Whether autograd records any of these; None is absent, and others are checked elsewhere."""
+    given = (x for x in inputs if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def _pages(
@@ -206,9 +213,9 @@ def flash_attn_func(
     descales = _descales(op, q, (q_descale, k_descale, v_descale), not_in_fp8)
     window = _window(op, window_size)
     with_lse = return_softmax_lse or return_lse
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    learned = (q, k, v, learnable_sink)
     # the kernels for caches know slopes too, but no gradients
-    if not attention_chunk and (alibi_slopes is None or wants_gradients):
+    if not attention_chunk and (alibi_slopes is None or _want_gradients(*learned)):
         out, lse = attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -230,8 +237,9 @@ def flash_attn_func(
     def in_chunks() -> tuple[torch.Tensor, torch.Tensor]:
         return attention_varlen(
             q.reshape(batch * sq, *q.shape[2:]),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
+            # passed as a cache, which autocast leaves alone
+            cast_operand(k).transpose(1, 2),
+            cast_operand(v).transpose(1, 2),
             _every(batch, sq, q.device),
             max_seqlen_q=sq,
             cache_seqlens=torch.full((batch,), sk, dtype=torch.int32, device=q.device),
@@ -246,7 +254,7 @@ def flash_attn_func(
             **descales,
         )
 
-    out, lse = _attached(f"{op}: attention_chunk has no gradient", in_chunks, q, k, v)
+    out, lse = _attached(f"{op}: attention_chunk has no gradient", in_chunks, *learned)
     out, lse = out.view(batch, sq, *out.shape[1:]), lse.view(q.shape[2], batch, sq).transpose(0, 1)
     return _returned(out, lse, return_attn_probs, with_lse)
 
@@ -367,6 +375,7 @@ def flash_attn_varlen_func(
         cache_seqlens = seqused_k
         if seqused_k is None:
             assert cu_seqlens_k is not None
+            check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k)
             cache_seqlens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     factors = Factors(q_descale, k_descale, v_descale)
     window = _window(op, window_size)
@@ -418,7 +427,8 @@ def flash_attn_varlen_func(
     named = [name for name, value in without.items() if value is not None]
     # a result in `out` cannot be attached: `attention_varlen` refuses inputs that want gradients
     if named and out is None:
-        result, lse = _attached(f"{op}: {named[0]} has no gradient", packed, q, k, v)
+        learned = (q, k, v, learnable_sink)
+        result, lse = _attached(f"{op}: {named[0]} has no gradient", packed, *learned)
     else:
         result, lse = packed()
     with_lse = return_softmax_lse or return_lse
