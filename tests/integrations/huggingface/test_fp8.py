@@ -1,5 +1,8 @@
 """Generation with caches in fp8: against the same rounding in plain PyTorch and in fp64."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,6 +107,29 @@ def test_generation(names):
         made.append(model.generate(ids, past_key_values=cache, **options))
         assert cache.get_seq_length() == 28 and cache.layers[0].keys.element_size() == 1
     assert made[0].shape == (1, 29) and torch.equal(*made)
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
+def test_copies_of_a_cache(names, family, copied):
+    """As for a prompt that many requests share, or that is kept on disk."""
+    model, ids = build(family), tokens(1, 12, seed=7)
+    model.set_attn_implementation(names[0])
+    cache = SCALES.cache(model.config)
+    with torch.no_grad():
+        model(ids[:, :9], past_key_values=cache)
+        other = copied(cache)
+        steps = [model(ids[:, 9:], past_key_values=x).logits for x in (cache, other)]
+    assert torch.equal(*steps)
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        assert type(mine) is type(theirs) and mine.keys.data_ptr() != theirs.keys.data_ptr()
 
 
 def test_caches_in_16_bits_work_as_before(names):

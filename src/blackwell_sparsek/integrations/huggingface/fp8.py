@@ -87,7 +87,17 @@ def rounding_layer(base: type) -> type:
             keys.rounding = fp8  # type: ignore[attr-defined]
         return keys, values
 
-    return type(f"Fp8{base.__name__}", (base,), {"update": update})
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _unpickled_layer, (base,), self.__dict__
+
+    # such a class has no name to find it by, so that pickle and copy make it again
+    content = {"update": update, "__reduce_ex__": reduce, "__module__": __name__}
+    return type(f"Fp8{base.__name__}", (base,), content)
+
+
+def _unpickled_layer(base: type) -> Any:
+    kind: Any = rounding_layer(base)
+    return kind.__new__(kind)
 
 
 def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
