@@ -231,6 +231,10 @@ class TestSelection:
         indices = torch.zeros(1, 2, 2, 1, dtype=torch.int64)
         with pytest.raises(InvalidInput, match="block_indices is of other sizes"):
             attention_forward(module, q, q, q, None, block_indices=indices)
+        offsets = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+        packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        with pytest.raises(Unsupported, match="cu_seq_lens_q together with indices"):
+            attention_forward(module, q, q, q, None, block_indices=indices, **packed)
 
 
 class TestErrors:
@@ -337,6 +341,18 @@ class TestErrors:
             _with(model, register(), long_ids),
             **TOLERANCE,
         )
+
+    def test_sequences_packed_by_offsets(self, make_model, long_ids):
+        """A window is a window within each of them; other parts would have been ignored."""
+        model, offsets = make_model(), torch.tensor([0, 30, LENGTH], dtype=torch.int32)
+        model.set_attn_implementation(register(FIXED["window"], name="sparse"))
+        packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "use_cache": False}
+        positions = torch.tensor([[*range(30), *range(LENGTH - 30)]])
+        ours = model(long_ids[:1], position_ids=positions, **packed).logits
+        torch.testing.assert_close(ours[:, 30:], model(long_ids[:1, 30:]).logits, **TOLERANCE)
+        model.set_attn_implementation(register(FIXED["sinks"], name="sparse"))
+        with pytest.raises(Unsupported, match="cu_seq_lens_q together with block_sparse"):
+            model(long_ids[:1], **packed)
 
     def test_continuous_batching(self, continuous_batching, make_model, long_ids):
         register(FIXED["sinks"], name="sparse")

@@ -79,11 +79,12 @@ def attention_forward(
         refuse_in_fp8(key, "selected keys")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         refuse_in_fp8(key, "cu_seq_lens_q")
-        if indices is not None:
+        if indices is not None or block_indices is not None:
             raise Unsupported(f"{OP}: cu_seq_lens_q together with indices of selected keys")
         refuse_dense("cu_seq_lens_q", why_dense(dropout, output_attentions, position_bias, None))
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        return _packed(query, key, value, attention_mask, lengths, causal, sliding_window, options)
+        given = (causal, sliding_window, block_sparse)
+        return _packed(query, key, value, attention_mask, lengths, *given, options)
     if attention_mask is None:
         left = None if sliding_window is None else sliding_window - 1
         band = Band(left, 0 if causal else left)
@@ -213,6 +214,7 @@ def _packed(
     lengths: tuple[Any, Any, Any, Any],
     causal: bool,
     sliding_window: int | None,
+    block_sparse: BlockSparse | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Attention of sequences packed into a batch of 1, given by offsets, not by position_ids."""
@@ -220,7 +222,8 @@ def _packed(
         raise InvalidInput(
             f"{OP}: cu_seq_lens_q describes one packed sequence, got a batch of {query.shape[0]}"
         )
-    band = Band(None if sliding_window is None else sliding_window - 1, 0 if causal else None)
+    left = None if sliding_window is None else sliding_window - 1
+    band = Band(left, 0 if causal else left)
     if isinstance(attention_mask, VisibleKeys):
         band = attention_mask.band
         given = (attention_mask.block_mask, attention_mask.visible, attention_mask.bias)
@@ -228,6 +231,13 @@ def _packed(
             raise Unsupported(f"{OP}: cu_seq_lens_q together with a mask of single elements")
     elif attention_mask is not None:
         raise Unsupported(f"{OP}: cu_seq_lens_q together with an attention_mask")
+    if block_sparse is not None and band.right == 0:
+        if not block_sparse.is_window:
+            raise Unsupported(
+                f"{OP}: cu_seq_lens_q together with block_sparse other than a window; pack the "
+                "sequences by position_ids alone"
+            )
+        band = block_sparse.band(band)
     cu_q, cu_k, max_q, max_k = lengths
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention_varlen(
