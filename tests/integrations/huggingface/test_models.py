@@ -1,10 +1,16 @@
 """Models of transformers give the logits and tokens of transformers' own attention."""
 
+import weakref
+
 import pytest
 import torch
 
 from blackwell_sparsek import InvalidInput, Unsupported
-from blackwell_sparsek.integrations.huggingface.visible_keys import visible_elements
+from blackwell_sparsek.integrations.huggingface.attention import attention_forward
+from blackwell_sparsek.integrations.huggingface.visible_keys import (
+    visible_elements,
+    visible_of_user,
+)
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -69,6 +75,17 @@ def test_packed_sequences_by_offsets(window, make_model, ids):
     torch.testing.assert_close(packed[:, 5:], alone, **TOLERANCE)
     with pytest.raises(InvalidInput, match="got a batch of 2"):
         model(ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, use_cache=False)
+
+
+def test_windows_to_both_sides_of_packed_sequences():
+    q, k, v = torch.randn(3, 1, 2, 13, 16, generator=torch.Generator().manual_seed(0))
+    offsets = torch.tensor([0, 5, 13], dtype=torch.int32)
+    given = {"is_causal": False, "sliding_window": 3}
+    packed, _ = attention_forward(
+        None, q, k, v, None, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **given
+    )
+    alone, _ = attention_forward(None, *(x[:, :, 5:] for x in (q, k, v)), None, **given)
+    torch.testing.assert_close(packed[:, 5:], alone)
 
 
 def test_offsets_beside_a_mask_of_elements_are_refused(make_model, ids):
@@ -196,6 +213,25 @@ def test_a_ready_mask_may_change(make_model, ids):
     after = model(ids, attention_mask=mask).logits
     assert not torch.allclose(before[:, 1:], after[:, 1:], atol=1e-3)
     torch.testing.assert_close(before[:, 0], after[:, 0])
+
+
+@torch.inference_mode()
+def test_a_ready_mask_may_change_in_inference_mode(make_model, ids):
+    """Tensors made there do not count their changes."""
+    model, mask = make_model(), torch.ones(13, 13).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    model(ids, attention_mask=mask)
+    mask[:, :, 1:, 0] = False
+    after = model(ids, attention_mask=mask).logits
+    assert after.equal(model(ids, attention_mask=mask.clone()).logits)
+
+
+def test_a_ready_mask_that_is_gone_is_not_kept():
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    q = torch.zeros(1, 1, 4, 16)
+    made = weakref.ref(visible_of_user(mask, q, q))
+    assert made() is visible_of_user(mask, q, q)
+    del mask
+    assert made() is None
 
 
 def test_continuous_batching(continuous_batching, make_model, ids):

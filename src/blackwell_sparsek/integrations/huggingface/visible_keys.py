@@ -296,22 +296,36 @@ class _LastUserMask:
     """A cache of one mask, so that the layers of a forward pass convert it only once."""
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
-        self._mask: Any = None
-        self._made: VisibleKeys | None = None
+        # replaced as a whole: another thread must not see one mask with the result of another
+        self._last: tuple[Any, Any, tuple[int, int], VisibleKeys] | None = None
 
     def find(self, mask: torch.Tensor, sq: int, sk: int) -> VisibleKeys | None:
-        same = self._mask is not None and self._mask() is mask
-        return self._made if same and self._key == (_version(mask), sq, sk) else None
+        if self._last is None:
+            return None
+        kept, state, sizes, made = self._last
+        same = kept() is mask and sizes == (sq, sk)
+        return made if same and _has_state(mask, state) else None
 
     def keep(self, mask: torch.Tensor, sq: int, sk: int, made: VisibleKeys) -> None:
         import weakref
 
-        self._mask, self._key, self._made = weakref.ref(mask), (_version(mask), sq, sk), made
+        self._last = (weakref.ref(mask, self._forget), _state(mask), (sq, sk), made)
+
+    def _forget(self, kept: Any) -> None:
+        """Free the memory of a mask that is gone."""
+        if self._last is not None and self._last[0] is kept:
+            self._last = None
 
 
-def _version(x: torch.Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+def _state(x: torch.Tensor) -> int | torch.Tensor:
+    """What tells whether a tensor was changed; those of inference mode do not count changes."""
+    return x.clone() if x.is_inference() else x._version
+
+
+def _has_state(x: torch.Tensor, state: int | torch.Tensor) -> bool:
+    if isinstance(state, torch.Tensor):
+        return may_wait(x.device) and torch.equal(x, state)
+    return x._version == state
 
 
 _last_user_mask = _LastUserMask()
