@@ -88,14 +88,14 @@ def rounding_layer(base: type) -> type:
         return keys, values
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _unpickled_layer, (base,), self.__dict__
+        return _restored_layer, (base,), self.__dict__
 
-    # such a class has no name to find it by, so that pickle and copy make it again
+    # such a class has no name to find it by, so that saving and copying make it again
     content = {"update": update, "__reduce_ex__": reduce, "__module__": __name__}
     return type(f"Fp8{base.__name__}", (base,), content)
 
 
-def _unpickled_layer(base: type) -> Any:
+def _restored_layer(base: type) -> Any:
     kind: Any = rounding_layer(base)
     return kind.__new__(kind)
 
