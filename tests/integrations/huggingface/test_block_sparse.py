@@ -9,6 +9,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.integrations.huggingface.attention import attention_forward
+from blackwell_sparsek.integrations.huggingface.visible_keys import make_visible_keys
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -341,6 +342,16 @@ class TestErrors:
             _with(model, register(), long_ids),
             **TOLERANCE,
         )
+
+    def test_a_mask_function_of_the_user(self):
+        q = torch.zeros(1, 2, 20, 16)
+        plan = make_visible_keys(
+            1, 20, 20, mask_function=lambda b, h, q, k: q >= k, device=torch.device("cpu")
+        )
+        with pytest.raises(Unsupported, match="block_sparse together with a mask that is eval"):
+            attention_forward(None, q, q, q, plan, block_sparse=FIXED["sinks"])
+        # layers that are not causal are never sparse
+        attention_forward(None, q, q, q, plan, is_causal=False, block_sparse=FIXED["sinks"])
 
     def test_sequences_packed_by_offsets(self, make_model, long_ids):
         """A window is a window within each of them; other parts would have been ignored."""

@@ -101,3 +101,16 @@ def test_sparse_layers(kind, make_model, compiled):
     function, _ = compiled(model)
     with torch.no_grad():
         torch.testing.assert_close(function(ids).logits, model(ids).logits, **TOLERANCE)
+
+
+def test_sparse_layers_without_a_cache(make_model, ids):
+    """There the mask is evaluated, and the layers would have been dense without a word."""
+    from blackwell_sparsek import Unsupported
+    from blackwell_sparsek.integrations.huggingface import BlockSparse, register
+
+    model = make_model("Llama", num_hidden_layers=1)
+    model.set_attn_implementation(register(BlockSparse(window=4), name="sparse"))
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match=r"block_sparse together with .*use_cache=True"):
+        torch.compile(model, backend="eager")(ids, use_cache=False)
+    torch._dynamo.reset()

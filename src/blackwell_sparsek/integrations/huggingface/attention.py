@@ -96,6 +96,13 @@ def attention_forward(
         plan = visible_of_user(attention_mask, query, key)
         key, value = key[:, :, : plan.kv_length], value[:, :, : plan.kv_length]
     plan.check_layer(query, key)
+    if block_sparse is not None and plan.is_evaluated and causal:
+        raise Unsupported(
+            f"{OP}: block_sparse together with a mask that is evaluated element by element "
+            "(chunks, functions of the user; under torch.compile also prompts over a static "
+            "cache and calls without a cache): leave it out in this layer, or under "
+            "torch.compile use a dynamic cache (use_cache=True)"
+        )
     if indices is not None:
         plan = plan.limited_to(indices)
     reason = why_dense(dropout, output_attentions, position_bias, plan.bias)

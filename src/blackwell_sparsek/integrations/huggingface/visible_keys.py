@@ -52,10 +52,14 @@ class VisibleKeys:
         Ready made, over `key_length` keys.
     bias : float `[B or 1, H or 1, Sq or 1, kv_length]` or None
         Added to the scores.
+    is_evaluated : bool
+        Whether a mask function of the model was evaluated into `block_mask`, so that `band` does
+        not tell its causality.
     """
 
     ndim: int = 4
     dtype: torch.dtype = torch.bool
+    is_evaluated: bool = False
 
     def __init__(
         self,
@@ -470,7 +474,9 @@ def _evaluated(
         use_vmap=use_vmap,
         device=device,
     )
-    return visible_elements(visible)
+    plan = visible_elements(visible)
+    plan.is_evaluated = True
+    return plan
 
 
 def recognise(mask_function: Any) -> Pattern | None:
