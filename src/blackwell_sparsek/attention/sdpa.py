@@ -7,7 +7,13 @@ import torch
 from torch._subclasses import FakeTensor
 
 from ..calls.attention import AttentionCall
-from ..core.checks import check_dtype, check_tensor, is_differentiated_by_func, message
+from ..core.checks import (
+    check_dtype,
+    check_tensor,
+    is_batched,
+    is_differentiated_by_func,
+    message,
+)
 from ..core.errors import InvalidInput, Unsupported
 from ..core.torch_state import autocast_dtype, is_explaining
 from ..masks.band import Band
@@ -121,7 +127,7 @@ def sdpa_or_reason(
     check_qkv(OP, q, k, v, DENSE, NAMES)
     sq, sk = q.shape[2], k.shape[2]
     mask = None if attn_mask is None else _mask_in_4d(attn_mask, lead, q, sk)
-    if mask is not None and not is_bias and _is_batched(mask):
+    if mask is not None and not is_bias and is_batched(mask):
         # how many blocks are visible would differ from one mask of torch.vmap to the next
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
         is_bias = True
@@ -147,10 +153,6 @@ def sdpa_or_reason(
 
 def _is_trained(mask: torch.Tensor) -> bool:
     return (torch.is_grad_enabled() and mask.requires_grad) or is_differentiated_by_func(mask)
-
-
-def _is_batched(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x)
 
 
 def runs_kernels(call: AttentionCall) -> bool:

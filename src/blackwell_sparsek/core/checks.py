@@ -59,7 +59,7 @@ def wants_gradient(x: torch.Tensor) -> bool:
 
 def is_batched(x: torch.Tensor) -> bool:
     """Whether `x` is one entry of a batch inside of `torch.vmap`."""
-    return bool(torch._C._functorch.is_batchedtensor(x))
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x)
 
 
 def _innermost(x: torch.Tensor) -> torch.Tensor:
