@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from blackwell_sparsek import Unsupported
+from blackwell_sparsek.integrations.huggingface import BlockSparse, register
 from blackwell_sparsek.integrations.huggingface.visible_keys import make_visible_keys
 
 from .conftest import SIZES
@@ -124,3 +125,11 @@ def test_selected_keys_of_packed_sequences(models, name, ids):
     model.set_attn_implementation(name)
     with pytest.raises(Unsupported, match="cu_seq_lens_q together with indices"):
         model(ids[:1], cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, use_cache=False)
+
+
+def test_selected_keys_and_block_sparse(models, ids):
+    """A pattern of blocks would be ignored: the layer's own choice has no band left."""
+    model = models["DeepseekV32"]
+    model.set_attn_implementation(register(BlockSparse(window=4), name="sparse"))
+    with pytest.raises(Unsupported, match="block_sparse in a layer that selects its keys"):
+        model(ids[:1])

@@ -104,6 +104,8 @@ def attention_forward(
             "torch.compile use a dynamic cache (use_cache=True)"
         )
     if indices is not None:
+        if block_sparse is not None:
+            raise Unsupported(f"{OP}: block_sparse in a layer that selects its keys by itself")
         plan = plan.limited_to(indices)
     reason = why_dense(dropout, output_attentions, position_bias, plan.bias)
     if plan.key_length != plan.kv_length:

@@ -219,9 +219,3 @@ class _Shard:
         expected = "plan.positions()[None], with cu_seqlens if there are documents"
         problem = "are not those of this rank's tokens"
         return InvalidInput(message(OP, "position_ids", problem, expected, got))
-
-
-def _no_mask(given: Any) -> Unsupported:
-    expected = "None; pack sequences without padding and pass cu_seqlens"
-    problem, got = "does not apply to shards", type(given).__name__
-    return Unsupported(message(OP, "attention_mask", problem, expected, got))
