@@ -246,8 +246,9 @@ def attention(
             impl=impl,
         )  # fmt: skip
     out, lse = _over_ranks(
-        members, q, k, v, plan, method, cu_seqlens, (causal, window), block_mask, scale, softcap,
-        sinks, deterministic, impl, return_lse, others,
+        members, q, k, v, (causal, window), others, plan=plan, method=method,
+        cu_seqlens=cu_seqlens, block_mask=block_mask, scale=scale, softcap=softcap, sinks=sinks,
+        deterministic=deterministic, impl=impl, return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -258,23 +259,14 @@ def _over_ranks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: Any,
-    method: str,
-    cu_seqlens: Any,
-    band: tuple[Any, Any],
-    block_mask: Any,
-    scale: Any,
-    softcap: Any,
-    sinks: Any,
-    deterministic: Any,
-    impl: str,
-    return_lse: bool,
+    sides: tuple[Any, Any],
     others: dict[str, Any],
+    **options: Any,
 ) -> Any:
-    """Output and lse over several ranks; `band` is (causal, window).
+    """Output and lse over several ranks; `sides` are causal and window.
 
-    One break in a compiled graph: the compiler would break at every collective and cached mask,
-    and compile the pieces between for each rank.
+    `options` are those of `_checked_call`. One break in a compiled graph: the compiler would break
+    at every collective and cached mask, and compile the pieces between for each rank.
     """
     failure: Exception | None = None
     call: _Call | None = None
@@ -282,12 +274,10 @@ def _over_ranks(
         if others:
             _refuse(others)
         q, k, v = _checked(q, k, v)
-        call = _checked_call(
-            q, k, v, members, plan, method, cu_seqlens, band_of(OP, *band), block_mask,
-            scale, softcap, sinks, deterministic, impl, return_lse,
-        )  # fmt: skip
+        call = _checked_call(q, k, v, members, band=band_of(OP, *sides), **options)
     except Exception as error:
         failure = error
+    plan = options["plan"]
     if is_explaining() and isinstance(plan, Plan):
         # the plan knows the others, so one rank may ask alone
         if failure is not None:
