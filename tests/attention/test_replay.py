@@ -87,8 +87,10 @@ def test_what_changes_launches_is_another_recording(gpu, change):
 def test_what_copies_is_not_repeated(gpu):
     for _ in range(2):
         call(dout=torch.zeros(1, 2, 1, 16, dtype=torch.float16).expand(1, 2, 32, 16))
+        # one of two outputs that were stacked along a new last dimension
+        call(dout=torch.zeros(1, 2, 32, 16, 2, dtype=torch.float16)[..., 0])
         call(needs=[True, True, True, True])
-    assert gpu.calls == 4 and not gpu.repeated
+    assert gpu.calls == 6 and not gpu.repeated
 
 
 @pytest.mark.parametrize("added", ["alibi_slopes", "bias"])

@@ -124,8 +124,9 @@ def run_backward(
     results = None if again is None else again.replay()
     if results is not None:
         return results
-    # a `dout` that TMA cannot read is copied, and a replay does not repeat the copy
-    recorder = NO_RECORDER if again is None or not tma_takes(dout) else again.recorder()
+    # a `dout` with gaps or that TMA cannot read is copied, and a replay does not repeat the copy
+    copied = dout.stride(-1) != 1 or not tma_takes(dout)
+    recorder = NO_RECORDER if again is None or copied else again.recorder()
     with recorder:
         return recorder.keep(compute_backward(call, dout, dlse, out, lse, needs, impl))
 

@@ -251,14 +251,15 @@ def tma_takes(x: torch.Tensor) -> bool:
         taken = x.nbytes
         if 0 < taken < FARTHEST_TOKENS and x.shape[-1] * x.element_size() % 16 == 0:
             return x.data_ptr() % 16 == 0
-    *outer, row = (
+    outer = [
         stride * x.element_size() if size > 1 else 16
-        for size, stride in zip(x.shape, x.stride(), strict=True)
-    )
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    no_gaps = x.shape[-1] <= 1 or x.stride(-1) == 1
     aligned = all(0 < stride < 2**40 and stride % 16 == 0 for stride in outer)
     if x.dim() == 3:
         aligned = aligned and outer[0] < FARTHEST_TOKENS
-    return aligned and row <= 16 and x.data_ptr() % 16 == 0 and x.numel() > 0
+    return aligned and no_gaps and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 # Strides in elements, below which they fit in the parameters of every kernel; a power of two.
