@@ -1,6 +1,7 @@
 """Launches and their repetition, with a fake compiler and a fake GPU."""
 
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.launch.templates import RecordedLaunches
 from blackwell_sparsek.launch.workspace import scratch
 
-from .fakes import fake_variants
+from .fakes import FakeMap, fake_variants
 
 CPU = torch.device("cpu")
 # grid and stream come before a kernel's own arguments
@@ -215,6 +216,29 @@ def test_few_tensor_maps_are_kept():
     assert len(kernel.variant.encoded) == made
     recorded.repeat(at(tensors[0]))
     assert len(kernel.variant.encoded) == made + 1
+
+
+def test_tensor_maps_live_until_the_launch():
+    """Another thread may clear the maps of a descriptor between those of this launch."""
+    kernel = Kernel()
+    x, y = torch.zeros(4), torch.zeros(4)
+    recorded = record(kernel, [descriptor(x), descriptor(y)], (x, y))
+    (template,) = recorded._templates
+    first, second = template._maps
+    alive = []
+
+    def encode(address, shape, strides):
+        first.maps.clear()
+        return FakeMap(address)
+
+    template._maps = [first, second._replace(encode=encode)]
+    note = kernel.variant.note
+    kernel.variant.note = lambda *given: (alive.append(made() is not None), note(*given))
+    others = [torch.zeros(4) for _ in range(2)]
+    first.maps[others[0].data_ptr()] = FakeMap(others[0].data_ptr())
+    made = weakref.ref(first.maps[others[0].data_ptr()])
+    recorded.repeat(at(*others))
+    assert alive == [True]
 
 
 def scratched(kernel, shape=(8,), launches=1, overlaps=False):

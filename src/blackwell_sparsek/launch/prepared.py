@@ -167,9 +167,12 @@ class Template:
         words = prepared.words
         for place, role in self._slots:
             words[place] = addresses[role]
+        # another thread may clear `slot.maps` before the launch
+        held = []
         for slot in self._maps:
             address = addresses[slot.role]
             encoded = slot.maps.get(address) or _encoded(slot, address)
+            held.append(encoded)
             prepared.places[slot.place] = encoded.address
         prepared.launch(stream)
         self._free.append(prepared)
