@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.attention import api
 from blackwell_sparsek.testing.inputs import qkv
 
 IMPLS = ["eager", "reference", "triton"]
@@ -185,6 +186,24 @@ def test_replayed_calls(impl, kind):
         assert out.equal(expected)
     with pytest.raises(bsk.InvalidInput, match="out overlaps q"):
         call(q, k, v, **options, out=q)
+
+
+def test_replays_compare_out_with_all_that_is_read(monkeypatch):
+    q, k, v, sinks, bias, out = (torch.zeros(1, 1, 1, 8) for _ in range(6))
+    compared = []
+    monkeypatch.setattr(api, "overlaps", lambda out, *others: not compared.extend(others))
+    assert api._repeated((), (q, k, v, sinks, None, bias, out), None) is None
+    assert [id(x) for x in compared] == [id(x) for x in (q, k, v, sinks, bias)]
+
+
+@pytest.mark.gpu
+def test_replays_notice_an_overlap_with_the_bias():
+    q, k, v = dense("cuda", torch.bfloat16, q_len=64, kv_len=64, head_dim=64)
+    memory = torch.zeros(*q.shape[:3], 64, dtype=q.dtype, device="cuda")
+    for _ in range(4):
+        bsk.attention(q, k, v, bias=memory, out=torch.empty_like(q))
+    with pytest.raises(bsk.InvalidInput, match="out overlaps bias"):
+        bsk.attention(q, k, v, bias=memory, out=memory)
 
 
 @pytest.mark.gpu

@@ -456,8 +456,10 @@ _EXTENDED: dict[Any, Any] = {}
 
 def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] | None:
     """Replay such a call; None if it must be made in full, for instance because of a mask."""
-    q, k, v, *_, out = inputs
-    if mask is not None or (out is not None and overlaps(out, q, k, v)):
+    *others, out = inputs
+    if mask is not None:
+        return None
+    if out is not None and overlaps(out, *(x for x in others if x is not None)):
         return None
     return repeat(_EXTENDED, options, inputs)
 

@@ -28,6 +28,8 @@ from ..masks.block_mask import BlockMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+# Types of tensors that a replayed call may have.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 DENSE = "[B, H, S, D]"
 PACKED = "[T, H, D]"
@@ -289,7 +291,7 @@ def overlaps(out: Any, *inputs: Any) -> bool:
     For replays of recorded launches, which skip `check_out`.
     """
     tensors = (out, *inputs)
-    if torch.compiler.is_compiling() or any(type(x) is not torch.Tensor for x in tensors):
+    if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in tensors):
         return False
     return any(x.is_cuda and out.is_cuda and _spans_meet(out, x) for x in inputs)
 
