@@ -93,6 +93,21 @@ def test_nothing_to_compute(sizes, impl):
     assert out.shape == q.shape and q.grad.shape == q.shape
 
 
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_gates_of_lists_without_entries(tokens, impl):
+    q = torch.randn(1, 4, tokens, 16, requires_grad=True)
+    k = v = torch.randn(1, 2, 20, 16)
+    indices, gate = torch.zeros(1, 2, tokens, 0).int(), torch.zeros(1, 2, tokens, 0)
+    chosen = bsk.KeySelection.from_indices(indices, granularity=16, kv_len=20)
+    gate.requires_grad_()
+    bsk.sparse_attention(q, k, v, chosen, window=3, gate=gate, impl=impl).sum().backward()
+    same = q.detach().requires_grad_()
+    bsk.attention(same, k, v, causal=True, window=3).sum().backward()
+    torch.testing.assert_close(q.grad, same.grad)
+    assert gate.grad.shape == gate.shape
+
+
 def test_selections_made_in_inference_mode_train(given):
     (q, k, v, chosen), options = given
     with torch.inference_mode():

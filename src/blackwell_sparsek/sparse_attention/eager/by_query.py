@@ -139,7 +139,7 @@ def add_gradients(
         change = given @ v.mT - delta[own][..., None]
         if dgate is not None:
             moved = torch.where(keys.seen[:, None], raw * change, 0.0).sum(1)[:, : keys.chosen]
-            dgate[own] += moved.view(-1, chosen.most, chosen.granularity).sum(-1)
+            dgate[own] += moved.view(len(moved), chosen.most, chosen.granularity).sum(-1)
         ds = p * change * spec.scale
         if spec.softcap:
             ds = ds * (1 - (scores / spec.softcap).square())

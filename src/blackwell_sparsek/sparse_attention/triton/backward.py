@@ -489,7 +489,9 @@ def _gate_shares(call: SparseAttentionCall) -> torch.Tensor:
 def _add_shares(dgate: torch.Tensor, shares: torch.Tensor) -> None:
     """Add up the shares of the query heads of a list, and of sequences with the same lists."""
     batch, lists, tokens, most = dgate.shape
-    sums = shares.view(shares.shape[0], lists, -1, tokens, most).sum(2)
+    # torch does not infer a size, as of -1, where there are no elements
+    sharing = shares.shape[1] // max(lists, 1)
+    sums = shares.view(shares.shape[0], lists, sharing, tokens, most).sum(2)
     dgate.copy_(sums.sum(0, keepdim=True) if batch == 1 else sums)
 
 
