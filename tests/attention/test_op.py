@@ -147,6 +147,18 @@ def test_compile_fullgraph(masked):
     torch.testing.assert_close(b, a)
 
 
+def test_compile_scales_that_change():
+    """torch.compile makes a number symbolic when it changes between calls."""
+
+    def model(q, k, v, scale):
+        return attention(q, k, v, scale=scale, softcap=2 * scale)
+
+    inputs = qkv(1, 2, 2, 5, 7, 8, seed=7)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for scale in (0.3, 0.5, 0.7):
+        assert torch.equal(compiled(*inputs, scale), model(*inputs, scale))
+
+
 def test_lengths_do_not_recompile():
     counts = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(attention, fullgraph=True, backend=counts, dynamic=True)

@@ -127,7 +127,8 @@ def check_last_dim_contiguous(op: str, arg: str, x: torch.Tensor) -> None:
 
 def check_finite(op: str, arg: str, value: float) -> None:
     """A float argument must be finite."""
-    if not math.isfinite(value):
+    # not math.isfinite, which torch.compile does not trace for a number that it made symbolic
+    if not -math.inf < value < math.inf:
         raise InvalidInput(message(op, arg, "must be finite", "a finite number", value))
 
 
