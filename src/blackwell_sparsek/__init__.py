@@ -154,6 +154,7 @@ def _import_all() -> None:
         imported = importlib.import_module(module, __name__)
         found[public] = getattr(imported, name) if name else imported
     globals().update(found)
+    importlib.import_module(".dispatch.flops", __name__).register_flops()
 
 
 def _import_with_torch() -> None:

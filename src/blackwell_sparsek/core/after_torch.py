@@ -1,4 +1,4 @@
-"""Do something as soon as torch is imported, without importing it."""
+"""Do something as soon as torch, or a module of it, is imported, without importing it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,22 +10,27 @@ from types import ModuleType
 
 def after_torch(action: Callable[[], None]) -> None:
     """Call `action` now if torch is imported, else right after its import, in the same thread."""
-    if "torch" in sys.modules:
+    after_import("torch", action)
+
+
+def after_import(name: str, action: Callable[[], None]) -> None:
+    """Call `action` now if the module `name` is imported, else right after its import."""
+    if name in sys.modules:
         action()
     else:
-        sys.meta_path.insert(0, _TorchFinder(action))
+        sys.meta_path.insert(0, _Finder(name, action))
 
 
-class _TorchFinder(MetaPathFinder):
-    """Leaves finding torch to the others, and has its loader call `action` at the end."""
+class _Finder(MetaPathFinder):
+    """Leaves finding a module to the others, and has its loader call `action` at the end."""
 
-    def __init__(self, action: Callable[[], None]):
-        self._action = action
+    def __init__(self, name: str, action: Callable[[], None]):
+        self._name, self._action = name, action
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "torch":
+        if fullname != self._name:
             return None
         # find_spec below must not come here again
         sys.meta_path.remove(self)
@@ -46,7 +51,7 @@ class _ThenLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # whoever asks torch for its loader gets its own
+        # whoever asks the module for its loader gets its own
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
