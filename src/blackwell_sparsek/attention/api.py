@@ -155,7 +155,8 @@ def attention(
         `(n - 1, 0)` if causal, the latest n keys, and `(n - 1, n - 1)` otherwise.
     block_mask : BlockMask, optional
         Made for `(Sq, Sk)`, with 1 or B masks along the batch and 1, Hkv or Hq along the heads;
-        with Hkv, query heads that share a KV head share its mask (not in fp8 or on `sm90`).
+        with Hkv, query heads that share a KV head share its mask (not in fp8, with `key_gate` or on
+        `sm90`).
     scale : float, optional
         Factor of q k^T; `1 / sqrt(D)` by default.
     softcap : float, optional
@@ -169,11 +170,12 @@ def attention(
         -inf hides a key, but the key is still computed and its value must be finite. Slopes and
         biases have no gradients.
     key_gate : (u, tau), optional
-        Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, where Hg is 1, Hkv or Hq. For query i, exp(score)
-        of key j is multiplied by `clip(u[j] - tau[i], 0, 1)`. A key with factor 0 is hidden, as is
-        one whose u is -inf. `sparsek_causal(u, k)` returns thresholds tau for which each query
-        keeps about k keys. Keys with factor 0 are skipped (on a GPU in blocks of 64, and only
-        without a `block_mask`). u and tau have gradients; lse includes the factors.
+        Float `[B|1, Hg, Sk]` and `[B|1, Hg, Sq]`, alike in the first two sizes, where Hg is 1, Hkv
+        or Hq. For query i, exp(score) of key j is multiplied by `clip(u[j] - tau[i], 0, 1)`. A key
+        with factor 0 is hidden, as is one whose u is -inf. `sparsek_causal(u, k)` returns
+        thresholds tau for which each query keeps about k keys. Keys with factor 0 are skipped (on a
+        GPU in blocks of 64, and only without a `block_mask`). u and tau have gradients; lse
+        includes the factors.
     q_descale, k_descale : fp32, one element, `[B|1, H|1]` or `[B|1, H|1, ceil(S / 128)]`, optional
         For fp8 only: factors of the stored values, 1 by default. The last form has one factor per
         128 tokens. H is Hq for queries and Hkv for keys.
