@@ -34,6 +34,7 @@ from ...device.backprop import probabilities, score_gradients
 from ...device.gluon.compat import async_load, async_store, placed
 from ...device.gluon.pipeline import barriers, ring, take, tiles, work_channel
 from ...device.gluon.records import Ring, WorkChannel
+from ...device.gluon.row_parts import ZERO, keep_bits
 from ...device.masks import position, row_bounds
 from ...device.records import Band, Heads, Lengths, Mask
 from ...device.schedule import batch_and_heads
@@ -61,7 +62,7 @@ from .forward_producer import (
     take_work_tile,
     tile_starts,
 )
-from .forward_scores import visible_keys
+from .forward_scores import visible_bits
 
 # dk and dv
 
@@ -304,8 +305,8 @@ def _weights(s, own, score, visit, kv_tile, masked, CFG: gl.constexpr):
     """Probabilities of the keys of a tile, 0 where a query does not see one."""
     p, capped = probabilities(s, None, own.shift[:, None], score)
     if masked:
-        visible = visible_keys(visit, kv_tile, own.q_index, own.q_start, own.bounds, CFG)
-        p = gl.where(visible, p, 0.0)
+        visible = visible_bits(visit, kv_tile, own.q_index, own.q_start, own.bounds, CFG)
+        p = keep_bits(p, visible, ZERO)
     return p, capped
 
 

@@ -11,10 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.gates import gate_row, gate_weights, load_gate_terms
-from ...device.gluon.row_parts import keep_columns
-from ...device.masks import bit_visible, within_bounds
+from ...device.gluon.row_parts import keep_bits, range_bits, word_bits
 from ...device.scores import bias_of_head
-from ...device.visits import bits_of_tile, keys_of_tile, masked_block, tile_ordinal
+from ...device.visits import keys_of_tile, masked_block, tile_ordinal
 from .forward_producer import dense_tile, tile_starts
 
 
@@ -206,33 +205,49 @@ def mask_band(s, kv_start, bounds):
     width: gl.constexpr = s.shape[1]
     # what cuts the queries of other consumers may leave these alone
     if (kv_start + (width - 1) > bounds.every_last) | (kv_start < bounds.every_first):
-        s = keep_columns(s, bounds.first - kv_start, bounds.last - kv_start)
+        s = keep_bits(s, range_bits(bounds.first - kv_start, bounds.last - kv_start))
     return s
 
 
 @gluon.jit
-def visible_keys(
+def visible_bits(
     visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr, KEYS: gl.constexpr = None,
     START: gl.constexpr = 0,
 ):  # fmt: skip
-    """Which keys of a tile of mask blocks each query sees; of KEYS of these, from START on."""
+    """Which keys of a tile of mask blocks each query sees, as `keep_bits` takes them.
+
+    Of KEYS of these, by default all, from START on. A word of a partial block has the bits of 32
+    keys of a query. Threads load the words of their two rows; a word for each score would take as
+    many registers as the scores have.
+    """
     lists = visit.lists
     tile_n: gl.constexpr = CFG.TILE_N
-    keys: gl.constexpr = CFG.TILE_N if KEYS is None else KEYS
     block_kv: gl.constexpr = CFG.BLOCK_KV
-    columns: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(keys))
-    offs_n = START + gl.arange(0, keys, columns)
-    ordinal, kv_in_block = tile_ordinal(kv_tile, offs_n, tile_n, block_kv)
-    entry = masked_block(visit.plan, ordinal)
-    kv_pos = keys_of_tile(
-        lists, entry, ordinal, visit.num_masked, kv_in_block, visit.kv_len, tile_n, block_kv
-    )
-    visible = within_bounds(kv_pos[None, :], bounds.first[:, None], bounds.last[:, None])
+    keys: gl.constexpr = CFG.TILE_N if KEYS is None else KEYS
+    part: gl.constexpr = min(keys, CFG.BLOCK_KV)
+    word_keys: gl.constexpr = min(32, CFG.BLOCK_KV)
+    block_words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
     q_in_block = q_index - q_start // lists.row_tokens * lists.row_tokens
-    words = bits_of_tile(
-        lists, entry, ordinal, visit.num_masked, q_in_block, kv_in_block, tile_n, block_kv
-    )
-    return visible & bit_visible(words, kv_in_block[None, :])
+    nothing = q_index - q_index
+    visible = nothing
+    for first in gl.static_range(0, keys, part):
+        ordinal, kv_in_block = tile_ordinal(kv_tile, START + first, tile_n, block_kv)
+        entry = masked_block(visit.plan, ordinal)
+        kv_start = keys_of_tile(
+            lists, entry, ordinal, visit.num_masked, kv_in_block, visit.kv_len, tile_n, block_kv
+        )
+        bits_id = gl.load(lists.bits_id + entry, mask=ordinal < visit.num_masked, other=-1)
+        row = (bits_id.to(gl.int64) * lists.row_tokens + q_in_block) * block_words
+        of_part = nothing
+        for column in gl.static_range(0, part, word_keys):
+            place = lists.bits + row + (kv_in_block + column) // 32
+            words = gl.load(place, mask=bits_id >= 0, other=-1)
+            of_part |= word_bits(words) << (column // 4)
+        of_part &= range_bits(bounds.first - kv_start, bounds.last - kv_start)
+        if part < keys:
+            of_part &= (1 << (part // 4)) - 1
+        visible |= of_part << (first // 4)
+    return visible
 
 
 @gluon.jit
@@ -242,8 +257,8 @@ def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0)
     if visit.lists is None:
         s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)
     else:
-        visible = visible_keys(
+        visible = visible_bits(
             *(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG), s.shape[1], START
         )
-        s = gl.where(visible, s, -float("inf"))
+        s = keep_bits(s, visible)
     return s

@@ -137,34 +137,54 @@ def scale_rows(acc, factor, raised):
     return gl.inline_asm_elementwise(asm, operands, [acc, factors, flags], gl.float32, True, count)
 
 
-# `keep_columns` masks columns by one bit for each column that a thread holds of a row. Bits become
-# predicates eight at a time (R2P); a comparison and a position for each column would take 1.5 times
-# as many instructions. `device/masks.py` defines what a band shows.
+# Columns are masked by one bit for each column that a thread holds of a row: 8 k and 8 k + 1 from
+# its first one on. Bits become predicates eight at a time (R2P); a comparison and a position for
+# each column would take 1.5 times as many instructions.
 
-# A thread holds the columns 8 k and 8 k + 1 from its first one on: the bits of those up to {last}.
+_FIRST_COLUMN = "mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; "
+# The bits of the columns up to {last}.
 _UP_TO = (
     "sub.s32 t, {last}, lane; shr.s32 n, t, 3; shl.b32 n, n, 1; and.b32 t, t, 7; min.u32 t, t, 1; "
     "add.s32 n, n, t; add.s32 n, n, 1; max.s32 n, n, 0; bmsk.clamp.b32 {bits}, 0, n; "
 )
-BITS = gl.constexpr(
-    "{ .reg .b32 lane, t, n, before, upto; mov.u32 lane, %laneid; and.b32 lane, lane, 3; "
-    "shl.b32 lane, lane, 1; "
+RANGE_BITS = gl.constexpr(
+    "{ .reg .b32 lane, t, n, before, upto; "
+    + _FIRST_COLUMN
     + _UP_TO.format(last="$2", bits="upto")
     + "sub.s32 t, $1, 1; "
     + _UP_TO.format(last="t", bits="before")
     + "not.b32 before, before; and.b32 $0, upto, before; }"
 )
+# The product brings two bits of each byte together in the highest byte, without a carry into it.
+WORD_BITS = gl.constexpr(
+    "{ .reg .b32 lane, t; "
+    + _FIRST_COLUMN
+    + "shr.u32 t, $1, lane; and.b32 t, t, 0x03030303; "
+    + "mul.lo.u32 t, t, 0x01041040; shr.u32 $0, t, 24; }"
+)
+
+
+@gluon.jit
+def range_bits(first, last):
+    """Bits of the columns from `first` to `last` of each row, for `keep_bits`."""
+    return gl.inline_asm_elementwise(RANGE_BITS, "=r,r,r", [first, last], gl.int32, True, 1)
+
+
+@gluon.jit
+def word_bits(words):
+    """What a thread holds of 32 columns that have a bit each in `words`: 8 bits for `keep_bits`."""
+    return gl.inline_asm_elementwise(WORD_BITS, "=r,r", [words], gl.int32, True, 1)
 
 
 @gluon.constexpr_function
-def _choosing(count):
-    # operands: results, the scores they start from, and the bits of the row of each; a thread holds
+def _choosing(count, other):
+    # operands: results, the values they start from, and the bits of the row of each; a thread holds
     # two rows, whose elements alternate in pairs
     lines = []
     for i in range(count):
         bits = f"${2 * count + i % 4 // 2 * 2}"
         lines.append(f"and.b32 t, {bits}, {1 << (2 * (i // 4) + i % 2)}; setp.eq.b32 p, t, 0;")
-        lines.append(f"selp.f32 ${i}, 0fFF800000, ${i}, p;")
+        lines.append(f"selp.f32 ${i}, {other}, ${i}, p;")
     return "{ .reg .pred p; .reg .b32 t; " + " ".join(lines) + " }"
 
 
@@ -174,12 +194,16 @@ def _choosing_operands(count):
     return ",".join(["=f"] * count + tied + ["r"] * count)
 
 
+# As PTX writes them.
+MINUS_INFINITY = gl.constexpr("0fFF800000")
+ZERO = gl.constexpr("0f00000000")
+
+
 @gluon.jit
-def keep_columns(s, first, last):
-    """WGMMA's scores `s` [64, columns], with -inf in columns outside `first` to `last`."""
-    bits = gl.inline_asm_elementwise(BITS, "=r,r,r", [first, last], gl.int32, True, 1)
-    count: gl.constexpr = s.shape[1] // 2
-    asm: gl.constexpr = _choosing(s.shape[1] // 2)
-    operands: gl.constexpr = _choosing_operands(s.shape[1] // 2)
-    _, spread = gl.broadcast(s, bits[:, None])
-    return gl.inline_asm_elementwise(asm, operands, [s, spread], gl.float32, True, count)
+def keep_bits(x, bits, OTHER: gl.constexpr = MINUS_INFINITY):
+    """WGMMA's `x` [64, columns], with OTHER in columns that have no bit in `bits` [64]."""
+    count: gl.constexpr = x.shape[1] // 2
+    asm: gl.constexpr = _choosing(x.shape[1] // 2, OTHER)
+    operands: gl.constexpr = _choosing_operands(x.shape[1] // 2)
+    _, spread = gl.broadcast(x, bits[:, None])
+    return gl.inline_asm_elementwise(asm, operands, [x, spread], gl.float32, True, count)

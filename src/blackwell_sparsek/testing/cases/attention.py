@@ -357,8 +357,8 @@ class ForwardSm90(NamedTuple):
         return f"attn_fwd_sm90/{'-'.join(parts)}"
 
 
-# With masks, the code for partial blocks spills: their bits take 64 registers of a consumer. Other
-# spills are before and after the loop over work tiles, or where a scheduler warp looks up rows.
+# Spills are before and after the loop over work tiles, in mask code, or where a scheduler warp
+# looks up rows.
 FORWARD_SM90 = (
     ForwardSm90(2, 128, 128),
     ForwardSm90(2, 128, 128, dtype=HALF),
@@ -379,28 +379,28 @@ FORWARD_SM90 = (
     ForwardSm90(2, 128, 128, sinks=True, softcap=True, long=True),
     ForwardSm90(2, 128, 128, sinks=True, softcap=True, banded=True, max_spill_bytes=32),
     ForwardSm90(3, 64, 64, sinks=True),
-    ForwardSm90(2, 128, 128, (128, 128), max_spill_bytes=640),
-    ForwardSm90(2, 128, 128, (128, 16), max_spill_bytes=1792),
+    ForwardSm90(2, 128, 128, (128, 128), max_spill_bytes=256),
+    ForwardSm90(2, 128, 128, (128, 16), max_spill_bytes=384),
     ForwardSm90(1, 128, 128, (64, 64), max_spill_bytes=192),
     ForwardSm90(1, 128, 128, (64, 128), max_spill_bytes=192),
-    ForwardSm90(1, 128, 128, (64, 16), max_spill_bytes=256),
+    ForwardSm90(1, 128, 128, (64, 16), max_spill_bytes=192),
     ForwardSm90(2, 64, 64, (256, 256), max_spill_bytes=192),
     ForwardSm90(1, 64, 64, (64, 64), max_spill_bytes=192),
-    ForwardSm90(2, 128, 128, (128, 128), sinks=True, softcap=True, max_spill_bytes=1024),
+    ForwardSm90(2, 128, 128, (128, 128), sinks=True, softcap=True, max_spill_bytes=256),
     ForwardSm90(2, 128, 128, packed=True),
     ForwardSm90(1, 128, 128, packed=True),
     ForwardSm90(3, 64, 64, packed=True),
     ForwardSm90(2, 64, 64, packed=True),
     ForwardSm90(1, 64, 64, packed=True),
     ForwardSm90(2, 128, 128, sinks=True, softcap=True, packed=True),
-    ForwardSm90(2, 128, 128, (128, 128), packed=True, max_spill_bytes=640),
-    ForwardSm90(1, 64, 64, (64, 16), packed=True, max_spill_bytes=256),
+    ForwardSm90(2, 128, 128, (128, 128), packed=True, max_spill_bytes=192),
+    ForwardSm90(1, 64, 64, (64, 16), packed=True, max_spill_bytes=192),
     ForwardSm90(2, 256, 256, max_spill_bytes=32),
     ForwardSm90(2, 256, 256, long=True, max_spill_bytes=192),
     ForwardSm90(2, 256, 256, sinks=True, softcap=True, banded=True, max_spill_bytes=32),
     ForwardSm90(2, 256, 256, (128, 128), max_spill_bytes=256),
     ForwardSm90(2, 256, 256, packed=True, max_spill_bytes=32),
-    ForwardSm90(1, 256, 256, (64, 64), max_spill_bytes=640),
+    ForwardSm90(1, 256, 256, (64, 64), max_spill_bytes=960),
     ForwardSm90(2, 192, 128, max_spill_bytes=32),
     # 24 bytes with Triton 3.6 and 3.7
     ForwardSm90(2, 192, 128, banded=True, max_spill_bytes=320),
@@ -412,15 +412,15 @@ FORWARD_SM90 = (
     ForwardSm90(2, 128, 128, long=True, alibi=True),
     ForwardSm90(1, 64, 64, packed=True, alibi=True),
     ForwardSm90(2, 64, 64, banded=True, alibi=True),
-    ForwardSm90(2, 128, 128, (128, 64), alibi=True, max_spill_bytes=896),
-    ForwardSm90(1, 64, 64, (64, 16), sinks=True, alibi=True, max_spill_bytes=896),
+    ForwardSm90(2, 128, 128, (128, 64), alibi=True, max_spill_bytes=256),
+    ForwardSm90(1, 64, 64, (64, 16), sinks=True, alibi=True, max_spill_bytes=192),
     ForwardSm90(2, 256, 256, alibi=True, max_spill_bytes=128),
     ForwardSm90(2, 128, 128, banded=True, bias=True, max_spill_bytes=16),
     ForwardSm90(2, 128, 128, long=True, bias=True, max_spill_bytes=16),
     ForwardSm90(2, 64, 64, bias=True),
-    ForwardSm90(2, 128, 128, (128, 64), bias=True, max_spill_bytes=1024),
-    ForwardSm90(1, 64, 64, (64, 16), bias=True, alibi=True, max_spill_bytes=896),
-    ForwardSm90(1, 128, 128, (64, 64), bias=True, max_spill_bytes=896),
+    ForwardSm90(2, 128, 128, (128, 64), bias=True, max_spill_bytes=320),
+    ForwardSm90(1, 64, 64, (64, 16), bias=True, alibi=True, max_spill_bytes=192),
+    ForwardSm90(1, 128, 128, (64, 64), bias=True, max_spill_bytes=192),
     ForwardSm90(2, 192, 128, bias=True, max_spill_bytes=128),
     ForwardSm90(2, 256, 256, bias=True, max_spill_bytes=128),
 )
@@ -539,9 +539,9 @@ SPLIT_SM90 = (
     BackwardSm90(
         128, 128, (128, 64), softcap=True, dtype=HALF, max_spill_bytes=1408, dq_spill_bytes=544
     ),
-    BackwardSm90(64, 64, (64, 64), max_spill_bytes=384, dq_spill_bytes=512),
+    BackwardSm90(64, 64, (64, 64), max_spill_bytes=400, dq_spill_bytes=512),
     BackwardSm90(128, 64, (64, 64), max_spill_bytes=384, dq_spill_bytes=512),
-    BackwardSm90(64, 128, (256, 64), max_spill_bytes=384, dq_spill_bytes=512),
+    BackwardSm90(64, 128, (256, 64), max_spill_bytes=400, dq_spill_bytes=512),
 )
 
 
