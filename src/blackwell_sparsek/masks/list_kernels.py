@@ -150,7 +150,7 @@ def _list_kept_kernel(
             )
             col = tl.zeros_like(value) + (first_col + tl.arange(0, TILE_COLS))[None, :]
             tl.store(indices_ptr + entry - 1, col, mask=value != 0)
-            tl.store(bits_id_ptr + entry - 1, tl.maximum(value - 2, -1), mask=value != 0)
+            tl.store(bits_id_ptr + entry - 1, value - 2, mask=value != 0)
             partial_place += tl.sum(partial, 1)
             full_place += tl.sum(full, 1)
 
