@@ -11,8 +11,11 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.gated import eager, op
 from blackwell_sparsek.attention.gated.live_blocks import live_blocks
 from blackwell_sparsek.attention.gated.op import backward_dispatch, forward_dispatch
+from blackwell_sparsek.attention.gated.triton import _dq_config
+from blackwell_sparsek.attention.triton.tuning import attn_dq_config
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.testing import inputs, layouts
+from blackwell_sparsek.testing.poison import poisoned_empty
 
 from . import problems
 
@@ -284,6 +287,26 @@ def test_what_auto_takes(arch, chosen, reason):
         assert reason is None or reason in decision.reasons["triton"]
 
 
+@pytest.mark.parametrize(
+    ("sm", "dim", "changes"),
+    [
+        (89, 64, {}),
+        (89, 128, {"tile_m": 64}),
+        (120, 256, {"num_stages": 1}),
+        (80, 128, {}),
+        (90, 256, {}),
+    ],
+)
+def test_gates_shrink_the_tiles_of_dq_where_shared_memory_is_small(sm, dim, changes):
+    call = problems.call_of(*problems.problem(dims=(dim, dim), dtype=torch.bfloat16))
+    arch = Arch("cuda", sm, 100, 101376, False)
+    problem = dataclasses.replace(call.problem, arch=arch, backward=True)
+    plain = attn_dq_config(problem, "ieee")
+    config = _dq_config(problem, "ieee", call.attention)
+    assert config == dataclasses.replace(plain, **changes)
+    assert (config != plain) == bool(changes)
+
+
 @pytest.mark.gpu
 def test_auto_takes_the_kernels_on_a_gpu():
     tensors, options = problems.problem(device="cuda")
@@ -358,3 +381,14 @@ def test_empty_queries_and_heads(device):
         for impl in ("eager", "triton"):
             out, _ = problems.ours(tensors, options, impl)
             assert out.numel() == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_of_a_gate_that_no_sequence_reads(impl, device):
+    tensors, options = problems.problem(batch=0, gate_batch=1, lengths=(9, 9), device=device)
+    leaves = [tensors[name].requires_grad_() for name in ("u", "tau")]
+    with poisoned_empty():
+        out, _ = problems.ours(tensors, options, impl)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    for gradient in gradients:
+        assert torch.equal(gradient, torch.zeros(1, 1, 9, device=device))
