@@ -32,6 +32,9 @@ def option_sets():
     partial = bsk.BlockMask.from_element_mask(visible, 16)
     both = bsk.masks.documents(offsets, 16, causal=True).to_element_mask() & visible
     in_both = bsk.BlockMask.from_element_mask(both, 16)
+    of_each = bsk.BlockMask.from_element_mask(torch.stack([visible, ~visible])[:, None], 16)
+    in_documents = bsk.masks.documents(offsets, 16).to_element_mask()
+    in_each = bsk.BlockMask.from_element_mask(of_each.to_element_mask() & in_documents, 16)
     return {
         "causal": ({"causal": True}, None),
         "plan": ({"plan": Plan.contiguous(LENGTH, 1), "method": "ring", "window": 9}, None),
@@ -45,6 +48,10 @@ def option_sets():
         "documents and blocks": (
             {"cu_seqlens": offsets, "causal": True, "block_mask": partial},
             {"block_mask": in_both},
+        ),
+        "documents and blocks of each sequence": (
+            {"cu_seqlens": offsets, "block_mask": of_each},
+            {"block_mask": in_each},
         ),
     }
 
@@ -103,6 +110,13 @@ def test_changed_offsets_are_followed():
         ({"cu_seqlens": torch.tensor([0, LENGTH])}, "cu_seqlens has an unsupported dtype"),
         ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, "do not end with the sequence"),
         ({"block_mask": bsk.masks.causal(64, 16)}, "block_mask was made for"),
+        (
+            {
+                "block_mask": bsk.masks.causal(64, 16),
+                "cu_seqlens": torch.tensor([0, LENGTH], dtype=torch.int32),
+            },
+            "attention: block_mask was made for",
+        ),
         ({"sinks": torch.zeros(3)}, "sinks has a wrong shape"),
     ],
 )

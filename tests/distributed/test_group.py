@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from blackwell_sparsek.distributed import decode, group
 from blackwell_sparsek.distributed.group import Members
@@ -66,3 +67,15 @@ def test_little_is_kept_of_a_group_and_nothing_after_it(asked, monkeypatch):
     del one
     gc.collect()
     assert len(group._AGREED) == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 512, 770, group.TEXT_BYTES])
+def test_descriptions_arrive_whole_up_to_their_limit(size, monkeypatch):
+    def all_gather(everyone, mine, group):
+        for received in everyone:
+            received.copy_(mine)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    text = ("description " * size)[:size]
+    said = group.agree("test", Members(Group(), 0, 2), text, None, torch.device("cpu"))
+    assert said == [text[: group.TEXT_BYTES - 3]] * 2
