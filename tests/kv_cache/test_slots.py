@@ -76,15 +76,15 @@ def test_fp8_scales(impl):
     assert_same_bits(v_cache, want[1])
 
 
-def naive_rotation(x, cos, sin, positions, interleaved):
-    """Pair by pair in fp64."""
-    out = x.double().clone()
+def naive_rotation(x, cos, sin, positions, interleaved, dtype=torch.float64):
+    """Pair by pair, in fp64 or as plain PyTorch would in another dtype."""
+    x, cos, sin = (y.to(dtype) for y in (x, cos, sin))
+    out = x.clone()
     half = cos.shape[1]
     for t, p in enumerate(positions.tolist()):
         for i in range(half):
             a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-            c, s = cos[p, i].double(), sin[p, i].double()
-            first, second = x[t, :, a].double(), x[t, :, b].double()
+            c, s, first, second = cos[p, i], sin[p, i], x[t, :, a], x[t, :, b]
             out[t, :, a], out[t, :, b] = first * c - second * s, second * c + first * s
     return out
 
@@ -108,7 +108,7 @@ def test_rotary(half, dtype, interleaved, impl):
         impl=impl,
     )
     how = (cos, sin, positions, interleaved)
-    plain = [rotated(x.to(dtype), cos.to(dtype), sin.to(dtype), *how[2:]) for x in (q, k)]
+    plain = [naive_rotation(x, *how, dtype=dtype) for x in (q, k)]
     assert_within_budget(got, naive_rotation(q, *how), plain[0], what="q")
     written = slots >= 0
     at = slots[written]
