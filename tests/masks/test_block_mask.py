@@ -316,6 +316,18 @@ def test_malformed_copies_are_refused(name, value, problem):
         BlockMask.__new__(BlockMask).__setstate__({"bits": state["bits"]})
 
 
+@pytest.mark.parametrize("name", ["batch", "heads"])
+def test_copies_of_too_many_masks_are_refused(name):
+    """Without queries they have no lists that would have to be as many."""
+    state = BlockMask.from_dense(torch.ones(0, 2, dtype=torch.bool), 16).__getstate__()
+    most = 2**31 - 1
+    copy = BlockMask.__new__(BlockMask)
+    copy.__setstate__(state | {name: most})
+    assert getattr(copy, name) == most
+    with pytest.raises(InvalidInput, match=f"BlockMask: {name} .*{most}"):
+        copy.__setstate__(state | {name: most + 1})
+
+
 @pytest.mark.parametrize("name", ["indptr", "partial_end", "indices", "bits_id", "bits"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_mask_that_was_written_to_is_refused(name, trains):
