@@ -31,10 +31,11 @@ CASES = {
 
 @pytest.fixture(params=["by query", "by block"])
 def way(request, monkeypatch):
-    """Which way through the keys is taken, in several chunks."""
+    """Which way through the keys is taken, in several chunks, and in several tiles of a block."""
     blocks = request.param == "by block"
     monkeypatch.setattr(by_block, "FEWEST_QUERIES", 1 if blocks else 10**9)
     monkeypatch.setattr(by_block, "CHUNK", 2000)
+    monkeypatch.setattr(by_block, "TILE_ROWS", 4)
     monkeypatch.setattr(by_query, "GATHERED", 10000)
     return request.param
 
