@@ -70,6 +70,21 @@ def test_a_first_guess_that_is_right_ends_the_search(device, monkeypatch):
     check(z, limits((1, 1, 1), 10.0, device=device))
 
 
+@pytest.mark.parametrize(
+    ("row", "k"),
+    [
+        # the guess, 0 in both, is right; or one step away, where an entry at 0 has no weight
+        ([0.5, 0.0], 0.5),
+        ([0.0, 0.5, 0.75, -0.25], 1.0),
+    ],
+)
+def test_one_step_from_a_guess_at_an_entry(row, k, device, monkeypatch):
+    # the guess is the mean of the row less that of the weights
+    monkeypatch.setattr(kernels, "WIDTH_OF_DEVIATION", kernels.tl.constexpr(0.0))
+    monkeypatch.setattr(kernels, "MAX_STEPS", kernels.tl.constexpr(1))
+    check(torch.tensor([[[row]]], device=device), limits((1, 1, 1), k, device=device))
+
+
 def test_a_row_without_a_threshold_is_nan(device):
     z = inputs.normal(1, 1, 5, 20, seed=7, device=device)
     z[0, 0, 0, 3], z[0, 0, 1, 4] = torch.nan, torch.inf
