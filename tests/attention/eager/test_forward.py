@@ -316,6 +316,28 @@ def test_hidden_blocks_cost_nothing(monkeypatch):
     assert everything == 256 and sum(visited) == 32
 
 
+@pytest.mark.parametrize(
+    ("lengths", "band", "whole"),
+    [
+        ((40, 50), Band(None, None), True),
+        ((40, 40), Band(None, 0), True),
+        ((40, 50), Band(None, 0), False),
+        ((40, 40), Band(9, 0), False),
+    ],
+    ids=str,
+)
+def test_squares_and_triangles_take_the_fused_kernel(lengths, band, whole, monkeypatch):
+    fused, original = [], eager._attend_whole
+
+    def counting(*args):
+        fused.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(eager, "_attend_whole", counting)
+    eager.attention(*qkv(1, 2, 1, *lengths, 8, seed=20), AttnSpec(scale=0.3, band=band))
+    assert len(fused) == whole
+
+
 @pytest.mark.parametrize("kind", ["contiguous", "swapped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_output_is_laid_out_as_queries(kind, dtype):
