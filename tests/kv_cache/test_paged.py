@@ -205,6 +205,18 @@ def test_errors_change_nothing(call, error, text):
     assert torch.equal(cache.k, k)
 
 
+def test_fewer_tokens_than_were_reserved_are_refused():
+    cache = make()
+    a, b = cache.add_sequences(2)
+    cache.reserve([a, b], [1, 3])
+    k = cache.k.clone()
+    text = "PagedKVCache.write: k is too short; expected at least the 3 tokens that were reserved"
+    with pytest.raises(bsk.InvalidInput, match=text):
+        cache.write(tokens(2, 2), tokens(2, 2))
+    assert torch.equal(cache.k, k)
+    cache.write(tokens(2, 3), tokens(2, 3))
+
+
 SIZES = ("num_pages", "page_size", "heads_kv", "head_dim", "head_dim_v", "max_sequences")
 
 

@@ -193,6 +193,12 @@ def test_wrong_summaries(change, text):
         bsk.page_summaries(cache.k, **{**where, **change})
 
 
+def test_summaries_of_other_numbers_are_refused():
+    cache, where = paged()
+    with pytest.raises(bsk.InvalidInput, match="page_summaries: k_cache has an unsupported dtype"):
+        bsk.page_summaries(cache.k.int(), **where)
+
+
 def test_wrong_out():
     cache, where = paged()
     made = bsk.page_summaries(cache.k, **where)
