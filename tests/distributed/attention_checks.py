@@ -360,6 +360,11 @@ def heads_already_split(rank, world, folder):
         )
     torch.testing.assert_close(out, expected[:, own])
     assert sent.total == 0
+    wider = bsk.BlockMask.from_dense(torch.ones(1, 16, 7, 7, dtype=torch.bool), 16, (100, 100))
+    with pytest.raises(bsk.InvalidInput, match=r"block_mask was made for .*\[1, 16, 100, 100\]"):
+        bsk.distributed.attention(
+            q[:, own], k[:, part], v[:, part], method="heads", block_mask=wider
+        )
 
 
 @check
