@@ -90,7 +90,7 @@ FALLBACKS = {
     "calls/gated_attention": ["attention/gated/test_gated.py"],
     "attention/gated": ["attention/gated/test_gated.py"],
     "device/gates": ["attention/gated/test_gated.py"],
-    "calls/matmul": ["matmul/test_op.py", "matmul/test_api.py"],
+    "calls/matmul": ["matmul/sm90/test_sddmm.py", "matmul/test_op.py", "matmul/test_api.py"],
     "calls/ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
     "calls/select_keys": ["select_keys/test_api.py"],
     "calls/sparse_attention": [
@@ -169,6 +169,7 @@ FALLBACKS = {
     "matmul/triton/finish": ["matmul/triton/test_spmm.py"],
     "matmul/triton/spmm": ["matmul/test_op.py", "fp8/test_matmul.py"],
     "ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
+    "ragged/api": ["ragged/test_triton.py", "attention/test_bias.py"],
     "select_keys": ["select_keys/test_api.py", "select_keys/test_choose.py"],
     "sparse_attention": [
         "sparse_attention/test_api.py",
