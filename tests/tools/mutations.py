@@ -140,9 +140,17 @@ def _changed_constant(node: ast.Constant) -> Iterator[_Change]:
         yield "constant changed", node, repr(node.value * 2 if node.value else 1.0)
 
 
+# Functions whose arguments may come in any order: builtins, and by the last part of their name.
+_SYMMETRIC_BUILTINS = ("max", "min")
+_SYMMETRIC = ("maximum", "minimum", "logical_and", "logical_or", "equal")
+
+
 def _swapped_arguments(node: ast.Call) -> Iterator[_Change]:
     """Neighbours in the list of positional arguments, unless they read the same."""
-    if ast.unparse(node.func) == "isinstance":  # any run raises TypeError
+    name = ast.unparse(node.func)
+    if name == "isinstance":  # any run raises TypeError
+        return
+    if name in _SYMMETRIC_BUILTINS or name.split(".")[-1] in _SYMMETRIC:
         return
     for index, (left, right) in enumerate(zip(node.args, node.args[1:], strict=False)):
         if any(isinstance(x, ast.Starred) for x in (left, right)):

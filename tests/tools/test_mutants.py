@@ -46,6 +46,8 @@ def test_every_fault_is_one_change_of_the_text(source):
         "__all__ = [1]",
         "if TYPE_CHECKING:\n    a()",
         "x = isinstance(a, b)",
+        "x = max(a, b)",
+        "x = torch.maximum(a, b)",
         "assert a == b",
         "x = f(a, a)",
     ],
