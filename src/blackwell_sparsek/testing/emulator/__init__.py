@@ -1,0 +1,1 @@
+"""Runs kernels for Hopper on a CPU: an emulator of the PTX that Triton and Gluon make."""
