@@ -117,8 +117,8 @@ def findings(models):
 - **SparseK in a model trained without it needs more than {steps} steps of fine-tuning:** recall is
   {kept} with {kept_density:.0%} of the pairs, and perplexity is
   {at(text, "SparseK 64", "after")[0]} instead of {text_dense}. It has to learn which tokens to
-  drop, and here it has no window that keeps the latest tokens. `examples/learn_recall.py` trains such a
-  layer from scratch to more than 90 % correct answers.
+  drop, and here it has no window that keeps the latest tokens. `examples/learn_recall.py` trains
+  such a layer from scratch to more than 90 % correct answers.
 - **Perplexity hides what recall shows:** it is {near} with a window of 32 tokens and
   {near_density:.0%} of the pairs, and {text_dense} with dense attention, because the next letter
   depends on the latest ones. Do not judge sparse attention by perplexity alone.
