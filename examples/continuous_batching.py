@@ -1,10 +1,10 @@
 """A serving loop: continuous batching over one pool of pages.
 
-Requests arrive at different times. Every step takes up to BUDGET tokens: one of each running
-sequence, and as large a chunk of waiting prompts as is left. All of them go through the model as
-one packed batch: `bsk.kv_append` rotates and writes keys to the slots of their pages, and
-`bsk.attention_varlen` attends, whatever the batch mixes. Finished sequences give back their pages.
-The loop itself, `schedule`, `run_step` and `serve`, has fewer than a hundred lines.
+Requests arrive at different times. Every step processes up to BUDGET tokens: one for each running
+sequence, and chunks of waiting prompts in the space that is left. They go through the model as one
+packed batch: `bsk.kv_append` rotates keys and writes them to their slots, and
+`bsk.attention_varlen` attends over decoding steps and prompts together. Finished sequences return
+their pages. The loop itself (`schedule`, `run_step` and `serve`) has fewer than a hundred lines.
 
     python examples/continuous_batching.py
 """
@@ -145,7 +145,7 @@ def rotations():
 def main():
     """Serve random requests and print each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=6, help="how many to serve")
+    parser.add_argument("--requests", type=int, default=6, help="number of requests (default 6)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     sizes = torch.randint(3, 60, (arguments.requests,)).tolist()

@@ -4,7 +4,7 @@
     python examples/jax_block_sparse.py --steps 200
 
 The task is to copy: the second half of each sequence repeats the first, so a token has to look
-back by half a sequence. Attention sees a local window and, through a block mask, the blocks at that
+back half a sequence. Attention sees a local window and, through a block mask, the blocks at that
 distance, about a third of the causal square. The layers are Flax (nnx) modules; torch is not used.
 """
 
@@ -136,7 +136,7 @@ def train(steps: int, seed: int = 0) -> list[float]:
 def main() -> None:
     """Train from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of training")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
     train(parser.parse_args().steps)
 
 

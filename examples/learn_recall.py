@@ -1,10 +1,10 @@
-"""Train each layer of sparse attention to look up what it has read.
+"""Train each sparse attention layer to recall what it has read.
 
-A sequence holds pairs of a key and a value among tokens that mean nothing; then it asks for keys,
-and the answer is the value that came with each. One attention layer can learn that if it finds the
-pairs: blocks that hold them (`moba`, `nsa`), single tokens (`indexer`), or by keeping pairs and
-dropping the rest before anyone asks (`sparsek`). Fixed seeds; each takes about a minute or less
-on a CPU.
+A sequence holds pairs of a key and a value among noise tokens. It ends with queries for keys, whose
+answers are their values. One attention layer can learn this if it finds the pairs: by selecting
+their blocks (`moba`, `nsa`) or single tokens (`indexer`), or by keeping the pairs and dropping the
+rest before the queries come (`sparsek`). Seeds are fixed; each layer takes a minute or less on a
+CPU.
 
     python examples/learn_recall.py
     python examples/learn_recall.py nsa sparsek
@@ -91,8 +91,8 @@ def train(name, steps):
 def main():
     """Train the layers that were named, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("layers", nargs="*", help=f"of {', '.join(LAYERS)}; all by default")
-    parser.add_argument("--steps", type=int, help="by default as many as each needs")
+    parser.add_argument("layers", nargs="*", help=f"any of {', '.join(LAYERS)} (default: all)")
+    parser.add_argument("--steps", type=int, help="training steps (default: what each layer needs)")
     arguments = parser.parse_args()
     if unknown := set(arguments.layers) - set(LAYERS):
         parser.error(f"unknown layer {unknown.pop()!r}; expected some of {', '.join(LAYERS)}")

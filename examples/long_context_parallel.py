@@ -1,14 +1,14 @@
-"""Train a small transformer whose sequence is longer than one process should hold.
+"""Train a small transformer on sequences that are split over several processes.
 
-Each process has some tiles of every sequence; attention is the only place where they meet. The plan
-gives all of them the same tokens and the same attention work. FSDP2 shards the parameters over the
-same processes and averages the gradients.
+Each process holds some tiles of every sequence; only attention exchanges data between them. The
+plan gives all processes the same number of tokens and the same attention work. FSDP2 shards the
+parameters over the same processes and averages the gradients.
 
     torchrun --nproc-per-node 2 examples/long_context_parallel.py
     torchrun --nproc-per-node 8 examples/long_context_parallel.py --length 131072 --window 4096
     torchrun --nproc-per-node 2 examples/long_context_parallel.py --llama
 
-With `--llama` the model is one of transformers; its sequence is split in the same way.
+With `--llama`, the model is a Llama of transformers, whose sequences are split in the same way.
 
 On machines with GPUs the same script runs with NCCL, one GPU per process. It prints the losses,
 which do not depend on the number of processes, and what each process sends.
@@ -177,12 +177,20 @@ def train(options, mesh, device):
 def main():
     """Parse the options and join the processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=1000, help="tokens of a sequence")
-    parser.add_argument("--window", type=int, default=0, help="keys each token sees; 0 for all")
-    parser.add_argument("--method", default="auto", help="of bsk.distributed.attention")
-    parser.add_argument("--tile", type=int, default=16, help="tokens that stay together")
-    parser.add_argument("--llama", action="store_true", help="train a model of transformers")
-    parser.add_argument("--steps", type=int, default=21, help="of training")
+    parser.add_argument(
+        "--length", type=int, default=1000, help="tokens per sequence (default 1000)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=0, help="keys that each token sees (default 0: all)"
+    )
+    parser.add_argument(
+        "--method", default="auto", help="method of bsk.distributed.attention (default auto)"
+    )
+    parser.add_argument(
+        "--tile", type=int, default=16, help="tokens per tile of the plan (default 16)"
+    )
+    parser.add_argument("--llama", action="store_true", help="train a Llama of transformers")
+    parser.add_argument("--steps", type=int, default=21, help="training steps (default 21)")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 " + parser.prog)

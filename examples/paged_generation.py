@@ -1,9 +1,9 @@
 """Generate text with a paged KV cache: many sequences, one pool of pages, a shared prefix.
 
 A small transformer with random weights and grouped heads continues three prompts of different
-lengths in one batch, greedily. Its keys and values lie in pages of 16 tokens; one sequence is
-forked half-way and goes on with another token, while both share the pages of what they have in
-common. Everything is checked against computing all tokens anew at every step.
+lengths in one batch, greedily. Keys and values are stored in pages of 16 tokens. Halfway, one
+sequence is forked and continues with a different token; both share the pages of their common
+prefix. Every step is checked against a full recomputation.
 
     python examples/paged_generation.py
 """
@@ -102,7 +102,7 @@ def decode(model, caches, ids, latest):
 def main():
     """Generate, check, and print what the cache holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="tokens to generate")
+    parser.add_argument("--steps", type=int, default=40, help="tokens to generate (default 40)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
 """Prune a small transformer block to 80 % block sparsity and fine-tune it back.
 
 The task is synthetic: predict the outputs of a random network ("teacher") on random sequences. A
-dense student, which starts near the teacher as a pretrained model would, learns it, loses 80 % of
-the blocks of its weights in one cut, and trains on with those that are left. For comparison, a copy
-loses them gradually. Losses are relative to answering with the input.
+dense student starts near the teacher, as a pretrained model would, and learns the task. It then
+loses 80 % of its weight blocks at once, and is fine-tuned with the remaining ones. For comparison,
+a copy is pruned gradually. Losses are relative to predicting the input itself.
 
     python examples/prune_and_finetune.py
 """
@@ -96,7 +96,9 @@ def main():
     """Run the whole story and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sparsity", type=float, default=0.8)
-    parser.add_argument("--steps", type=int, default=100, help="of training, and of fine-tuning")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps of training, and of fine-tuning (default 100)"
+    )
     arguments = parser.parse_args()
     started = time.perf_counter()
     torch.manual_seed(0)

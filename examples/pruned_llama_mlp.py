@@ -1,9 +1,9 @@
 """Prune the MLPs of a Llama in blocks, and generate with block-sparse products and attention.
 
-The weights are random, with some blocks that matter and many that hardly do, as pruning finds them
-in trained models. `sparsify_` puts a `BSRLinear` in place of each linear layer of the MLPs;
-nothing else of the model changes. Printed are memory, the time of a forward pass, and how well the
-pruned model predicts what the dense one would say.
+The weights are random; as in trained models, some blocks matter and many hardly do. `sparsify_`
+replaces each linear layer of the MLPs with a `BSRLinear`; nothing else in the model changes. The
+script prints memory, the time of a forward pass, and how well the pruned model predicts the output
+of the dense one.
 
     python examples/pruned_llama_mlp.py --sparsity 0.8
 """

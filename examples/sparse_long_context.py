@@ -1,10 +1,11 @@
-"""Read a long prompt with block-sparse attention, chosen by one line, and generate from it.
+"""Prefill a long prompt with block-sparse attention, enabled by one line, and generate from it.
 
-A random Llama stands in for a real one; give `--model` a name or folder to load instead. The same
-prompt is read with dense attention, with a window and a sink block, and with the blocks of keys
-that promise most. Printed are the share of the causal blocks that each reads, the time of the
-prompt, how far the next-token probabilities move from those of dense attention (total variation,
-0 to 1), and the tokens that are generated. Random weights move far; trained ones move less.
+A random Llama stands in for a real one; pass a name or folder as `--model` to load another. The
+same prompt is processed with dense attention, with a window and a sink block, and with the
+best-scoring blocks of keys. For each, the script prints the fraction of causal blocks that are
+read, the prefill time, the distance of the next-token probabilities from those of dense attention
+(total variation, 0 to 1), and the generated tokens. The distance is large for random weights and
+smaller for trained ones.
 
     python examples/sparse_long_context.py
     python examples/sparse_long_context.py --model meta-llama/Llama-3.1-8B --length 32768
@@ -66,8 +67,8 @@ def share(sparse, length, layers):
 def main():
     """Run all choices and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="name or folder; by default a small random Llama")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt")
+    parser.add_argument("--model", help="model name or folder (default: a small random Llama)")
+    parser.add_argument("--length", type=int, default=2048, help="prompt tokens (default 2048)")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Train a small GPT with a sliding window and with a block mask, beside SDPA.
+"""Train a small GPT with a sliding window and with a block mask, and compare with SDPA.
 
-The text is synthetic: a Markov chain over a small alphabet, in which a whole stretch is repeated
-now and then, so that looking back pays. Each model is trained twice from the same weights on the
-same batches: once with `bsk.attention`, which visits only what the mask shows, and once with
-torch's `scaled_dot_product_attention` under the same mask as a dense matrix. The losses agree to
-within what rounding does to a training run, which a third run shows: SDPA from weights that differ
-in the last bit.
+The text is synthetic: a Markov chain over a small alphabet, with occasional repeats of longer
+stretches that reward looking back. Each model is trained twice, with the same weights and batches:
+once with `bsk.attention`, which visits only visible blocks, and once with torch's
+`scaled_dot_product_attention` and the same mask as a dense matrix. The losses agree to within the
+effect of rounding on a training run, which a third run measures: SDPA with initial weights that
+differ in the last bit.
 
-    python examples/train_gpt.py            # on a GPU in bf16 where there is one, else on the CPU
+    python examples/train_gpt.py            # in bf16 on a GPU if there is one, else on the CPU
 """
 
 import argparse
@@ -118,7 +118,9 @@ def compare(name, ours, visible, sizes, steps, batch, device):
 def main():
     """Both masks, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="200 on a GPU, 40 on a CPU unless given")
+    parser.add_argument(
+        "--steps", type=int, help="training steps (default: 200 on a GPU, 40 on a CPU)"
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--width", type=int, default=128)

@@ -1,7 +1,7 @@
-"""Train a small Llama with a sliding window that its configuration does not know of.
+"""Train a small Llama with a sliding window that is not part of its configuration.
 
-The task is to repeat: each token equals the one `--distance` tokens before. A window that reaches
-that far learns it, a shorter one cannot, and dense attention learns it too. The window comes from
+The task is to repeat: each token equals the one `--distance` tokens earlier. Dense attention and a
+window that reaches that far can learn it; a shorter window cannot. The window comes from
 `register(BlockSparse(window=...))`; gradients run through the same sparse kernels.
 
     python examples/train_with_window.py

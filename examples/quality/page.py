@@ -15,15 +15,15 @@ PAGE = "docs/results/quality.md"
 PRUNED = "pruned MLP"
 COLOURS = {"dense": 6, "keys per token": 0, "blocks": 1, "window": 2, "SparseK": 3, PRUNED: 4}
 MEANINGS = {
-    "window": "the latest keys, the query's own among them (`register(BlockSparse(window=...))`)",
-    "blocks": "for each block of 16 queries the best blocks of 16 keys before it, by products of "
-    "mean queries and mean keys, and its own (`register(BlockSparse(top_k=..., block_size=16))`)",
-    "keys per token": "for each query the keys with the highest scores (`bsk.select_keys` and "
+    "window": "the latest keys, including the query's own (`register(BlockSparse(window=...))`)",
+    "blocks": "for each block of 16 queries, its own block of keys and the best earlier blocks of "
+    "16, scored by mean query times mean key (`register(BlockSparse(top_k=..., block_size=16))`)",
+    "keys per token": "for each query, the keys with the highest scores (`bsk.select_keys` and "
     "`bsk.sparse_attention`)",
-    "SparseK": "learned scores of tokens, whose weights add up to the number that is named "
-    "(`bsk.sparsek_causal` and `key_gate`); before training it is dense",
-    "FP8": "queries, keys and values in e4m3, all keys (`register(fp8=True)`); for inference only",
-    PRUNED: "blocks of 16 x 16 of the MLPs dropped by their norms (`bsk.prune.sparsify_`)",
+    "SparseK": "learned token scores whose weights add up to the given number "
+    "(`bsk.sparsek_causal` and `key_gate`); dense before training",
+    "FP8": "all keys, with queries, keys and values in e4m3 (`register(fp8=True)`); inference only",
+    PRUNED: "MLP weights without their 16 x 16 blocks of smallest norm (`bsk.prune.sparsify_`)",
 }
 
 
@@ -36,7 +36,7 @@ def score(model, value):
 
 def table_of(model):
     """All rows of a model."""
-    head = ("", "density", f"{model['measure']}, as it is", "after training with it")
+    head = ("", "density", f"{model['measure']} without fine-tuning", "with fine-tuning")
     rows = [
         [
             row["name"],
@@ -105,26 +105,28 @@ def findings(models):
     pruned = "50% of the blocks pruned"
     steps = recall["tuning_steps"]
     return f"""\
-- **Choosing keys for each token keeps what matters.** With {few_density:.1%} of the pairs, recall
-  is {few} as it is and {tuned_few} after {steps} steps of training; dense it is {dense}.
-- **A window loses what lies before it,** and training does not bring that back: with
-  {half_density:.0%} of the pairs, {half} of the answers are right. Pairs lie anywhere in the
-  sequence, and a window sees only those that are near.
-- **Blocks chosen by means are a poor way to find single tokens:** {block} with
-  {block_density:.0%} of the pairs. A mean of 16 keys hides one that matters. Choose for each token,
-  or by the largest score.
-- **SparseK put into a trained model loses much in {steps} steps:** recall {kept} with
-  {kept_density:.0%} of the pairs, and a perplexity of {at(text, "SparseK 64", "after")[0]} instead
-  of {text_dense}. It has to learn which tokens to drop, and here nothing keeps the latest ones for
-  it. `examples/learn_recall.py` trains such a layer from the start, and more than nine in ten
-  answers are right.
-- **Perplexity does not see what recall sees:** {near} with a window of 32 tokens and
-  {near_density:.0%} of the pairs, {text_dense} dense. The next letter depends on the latest ones.
-  Do not judge sparse attention by perplexity alone.
+- **Selecting keys per token keeps what matters.** With {few_density:.1%} of the pairs, recall is
+  {few} without fine-tuning and {tuned_few} after {steps} steps of it. Dense attention reaches
+  {dense}.
+- **A window loses everything outside of it,** and fine-tuning does not recover it: with
+  {half_density:.0%} of the pairs, {half} of the answers are correct. The pairs to recall are
+  anywhere in the sequence, and a window sees only the nearby ones.
+- **Block means are a poor way to find single tokens:** recall is {block} with {block_density:.0%}
+  of the pairs, because a mean of 16 keys hides the one that matters. Select per token, or score
+  blocks by their largest key.
+- **SparseK in a model trained without it needs more than {steps} steps of fine-tuning:** recall is
+  {kept} with {kept_density:.0%} of the pairs, and perplexity is
+  {at(text, "SparseK 64", "after")[0]} instead of {text_dense}. It has to learn which tokens to
+  drop, and here it has no window that keeps the latest tokens. `examples/learn_recall.py` trains
+  such a layer from scratch to more than 90 % correct answers.
+- **Perplexity hides what recall shows:** it is {near} with a window of 32 tokens and
+  {near_density:.0%} of the pairs, and {text_dense} with dense attention, because the next letter
+  depends on the latest ones. Do not judge sparse attention by perplexity alone.
 - **FP8 costs almost nothing:** recall {at(recall, "FP8")[0]}, perplexity {at(text, "FP8")[0]}.
-- **Pruned MLPs need training, and more than this:** without half of their blocks, perplexity is
-  {at(text, pruned)[0]} and then {at(text, pruned, "after")[0]}, recall {at(recall, pruned)[0]} and
-  then {at(recall, pruned, "after")[0]}. MLPs this small have little to spare."""
+- **Pruned MLPs need more fine-tuning than this.** Without half of their blocks, perplexity is
+  {at(text, pruned)[0]} before and {at(text, pruned, "after")[0]} after {steps} steps, and recall
+  {at(recall, pruned)[0]} and {at(recall, pruned, "after")[0]}. MLPs this small have little
+  redundancy."""
 
 
 def page(document):
@@ -134,50 +136,51 @@ def page(document):
         "# What sparsity costs in quality",
         "Generated from `examples/quality/results.json` by `examples/quality/page.py`; "
         "do not edit.",
-        "Two small Llamas of two layers, trained with dense attention on a CPU and then run with "
-        "other attention, as they are and after a few more steps of training. One seed each, so "
-        "small differences mean nothing; the dense row shows what the additional steps do alone. "
+        "Two small two-layer Llamas are trained with dense attention on a CPU, and then run with "
+        "sparse attention, with and without a few steps of fine-tuning. Each has one seed, "
+        "so small differences mean nothing. The dense row shows the effect of fine-tuning alone. "
         f"{versions}.",
-        "*Density* is the share of the causal (query, key) pairs that attention computes; for "
-        "pruned MLPs, of the blocks of their weights that are stored. What choosing costs is not "
-        "in it: for keys per token, all pairs are scored first.",
+        "*Density* is the fraction of causal (query, key) pairs that attention computes or, for "
+        "pruned MLPs, of weight blocks that are stored. It excludes the cost of selection: for "
+        "keys per token, all pairs are scored first.",
         "## What it shows\n\n" + findings(document["models"]),
-        "These models are tiny and their sequences short: the figures say how the methods differ, "
-        "not what a large model loses. For that, run the same on your own checkpoint, see below.",
+        "These models are tiny and their sequences short. The figures show how the methods differ, "
+        "not what a large model loses. To find that out, run the harness on your own checkpoint "
+        "(see below).",
         "## What was compared\n\n"
         + "\n".join(f"- *{name}*: {words}" for name, words in MEANINGS.items()),
     ]
     tasks = {
-        "recall": "Eight tokens that name a key and a value each lie among {read} others; then "
-        "the model is asked for 32 keys and must answer with the right token. Guessing among the "
-        "eight is right in one of eight cases.",
+        "recall": "Eight tokens, each of which encodes a key and a value, are placed among {read} "
+        "others. The model is then asked for 32 keys and must answer with the right token. A "
+        "random guess among the eight is correct in one of eight cases.",
         "text": "Bytes of *Alice's Adventures in Wonderland* (Lewis Carroll, 1865, in the public "
-        "domain); the last tenth is held out, and tokens with at least 128 others before them are "
+        "domain). The last tenth is held out, and only tokens with at least 128 predecessors are "
         "scored.",
     }
     for model in document["models"]:
         sizes = (
             f"{model['parameters']:,} parameters, sequences of {model['length']} tokens, "
-            f"{model['steps']} steps of training, {model['tuning_steps']} more with each variant."
+            f"{model['steps']} training steps, {model['tuning_steps']} more with each variant."
         )
         figure = plot_of(model)
         link = f"![{figure.caption}](../plots/{pathlib.Path(file_of(model)).name})"
         words = tasks[model["name"]].format(read=model["length"] - 40)
         title = f"## {model['name'].capitalize()}"
         better = f"{model['measure'].capitalize()}: {model['better']} is better."
-        shown = "Points are the better of both columns, the dashed line is the dense model."
+        shown = "Points show the better of both columns; the dashed line is the dense model."
         parts += [title, f"{words} {sizes}", f"{better} {shown}", link]
         parts.append(table_of(model))
     parts.append(
         "## Your own checkpoint\n\n"
-        "The same harness takes a folder with a checkpoint of Hugging Face. It trains nothing, and "
-        "measures perplexity over the book and how often the model finds a number that was told "
-        "somewhere in it.\n\n"
+        "The same harness accepts a folder with a Hugging Face checkpoint. It trains nothing; it "
+        "measures perplexity on the book, and how often the model finds a number hidden in "
+        "it.\n\n"
         "```bash\n"
         "python examples/quality/run.py --model my-model --length 4096 -o my-model.json\n"
         "```\n\n"
-        "`python examples/quality/run.py` trains and judges all of this again, "
-        "`python examples/quality/page.py` writes the page."
+        "`python examples/quality/run.py` repeats all training and evaluation, and "
+        "`python examples/quality/page.py` writes this page."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -1,15 +1,15 @@
-"""What sparsity costs in quality: small models trained here, or a checkpoint of Hugging Face.
+"""What sparsity costs in quality, for small models trained here or a Hugging Face checkpoint.
 
 Two small Llamas are trained with dense attention, one to look up pairs of keys and values, one on
-the text of a book. Each then attends in other ways, before and after a few steps of training with
-them. Fixed seeds, one thread; minutes for each model.
+the text of a book. Each then runs with other kinds of attention, before and after a few steps of
+training with them. Seeds are fixed, and one thread is used; each model takes minutes.
 
     python examples/quality/run.py                          # writes examples/quality/results.json
     python examples/quality/page.py                         # then the page and its plots
     python examples/quality/run.py --model FOLDER -o mine.json --length 4096
 
-With `--model` nothing is trained: perplexity over the book, and the share of numbers that the model
-finds in it.
+With `--model`, nothing is trained. The results are the perplexity on the book, and the fraction of
+hidden numbers that the model finds in it.
 """
 
 import argparse
@@ -271,10 +271,16 @@ def write(path, document):
 def main(arguments=None):
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=pathlib.Path, help="folder of a checkpoint; trains nothing")
-    parser.add_argument("--length", type=int, default=1024, help="tokens at a time, for --model")
-    parser.add_argument("--bytes", action="store_true", help="bytes as tokens, for --model")
-    parser.add_argument("--small", action="store_true", help="one step of everything, as a check")
+    parser.add_argument(
+        "--model", type=pathlib.Path, help="folder of a Hugging Face checkpoint; trains nothing"
+    )
+    parser.add_argument(
+        "--length", type=int, default=1024, help="tokens per sequence, with --model"
+    )
+    parser.add_argument("--bytes", action="store_true", help="use bytes as tokens, with --model")
+    parser.add_argument(
+        "--small", action="store_true", help="run one step of everything, as a check"
+    )
     parser.add_argument("-o", "--output", type=pathlib.Path)
     asked = parser.parse_args(arguments)
     if asked.model is not None:

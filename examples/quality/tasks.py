@@ -1,4 +1,4 @@
-"""What the models are asked: to look up pairs, to predict a book, to find a number in it."""
+"""The tasks: to look up pairs, to predict a book, and to find a number in it."""
 
 import pathlib
 
@@ -9,8 +9,8 @@ TEXT = pathlib.Path(__file__).with_name("alice.txt")
 # Sequences of the trained models, in tokens.
 LENGTH = 256
 
-# Recall: tokens that name a key and a value among tokens that mean nothing; then keys alone, and
-# the model answers each with the token that had it.
+# Recall: tokens that encode a key and a value, among noise; then keys alone, which the model
+# answers with the token that had that key.
 KEYS, VALUES, NOISE, PAIRS, ASKED = 16, 8, 32, 8, 32
 ASK = KEYS * VALUES
 NOTHING = ASK + KEYS

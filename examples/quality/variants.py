@@ -1,7 +1,7 @@
-"""Ways to attend, as attention implementations of transformers, and what they show to a query.
+"""Kinds of attention, as attention implementations of transformers, and the keys a query sees.
 
-Windows, blocks and FP8 come from `register` as any user would have them. Choosing keys for each
-token and SparseK are functions of a few lines below, which transformers calls for every layer.
+Windows, blocks and FP8 come from `register`, as for any user. Selecting keys per token and SparseK
+are short functions below, which transformers calls for every layer.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Block-sparse matrix products and attention for PyTorch, and for JAX in `blackwell_sparsek.jax`.
 
-Public names are imported together with torch, whichever import comes first, or when the first of
-them is asked for: a program that only imports `blackwell_sparsek.jax` never imports torch.
+Public names that need torch are imported as soon as torch is imported too, or at their first use.
+A program that only imports `blackwell_sparsek.jax` therefore never imports torch.
 """
 
 import importlib

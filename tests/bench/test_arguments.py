@@ -28,7 +28,7 @@ def _without_torch(tmp_path, *args):
         (["--help"], 0, "search for faster tiles"),
         (["--version"], 0, "bsk "),
         (["compile", "atn_fwd"], 2, "no kernel has 'atn_fwd' in its name; did you mean attn_fwd"),
-        (["compile", "zz", "--arch", "sm_90"], 2, "there are attn_bwd_keys_sm90, "),
+        (["compile", "zz", "--arch", "sm_90"], 2, "choose from attn_bwd_keys_sm90, "),
         (["compile", "--arch", "sm_42"], 2, "is 'sm_42'; expected one of sm_80, sm_89, sm_90"),
         (["profile", "attn_fwd", "--arch", "h200"], 2, "is 'h200'; expected one of sm_80"),
         (["profile"], 2, "required: CASE"),

@@ -68,7 +68,7 @@ def test_a_peer_joins_the_suites_it_names_behind_the_others(monkeypatch):
     [
         ([], "expected a dict from suites to peers, got list"),
         ({"fake": "me"}, "expected a Peer for fake, got str"),
-        ({"fakes": peer("mine")}, "unknown suite 'fakes'; there are fake, other"),
+        ({"fakes": peer("mine")}, "unknown suite 'fakes'; choose from fake, other"),
         ({"fake": peer("bsk")}, "the suite fake has a peer 'bsk'"),
     ],
 )
@@ -93,5 +93,5 @@ def test_an_entry_point_that_fails_is_named(tmp_path, monkeypatch, capsys, code,
     assert cli.main(["bench", "--list"]) == 2
     assert capsys.readouterr().err == (
         "bsk bench: entry point 'mine' of stranger (strangers_peer:peers) fails: "
-        f"{why}; mend or uninstall its package\n"
+        f"{why}; fix or uninstall its package\n"
     )

@@ -54,6 +54,9 @@ def problems_of_sdist(path):
     for name in ("pyproject.toml", "long_description.py", "README.md", "LICENSE", "CHANGELOG.md"):
         if name not in names:
             yield f"{path.name} lacks {name}"
+    for name in sorted(names):
+        if "/" in name and not name.startswith(("src/", "tests/")):
+            yield f"{path.name} has a file outside of src and tests: {name}"
 
 
 def problems(folder):

@@ -23,7 +23,7 @@ def metadata(description="", **fields):
     return f"{head}\n{description or 'text ' * 300}"
 
 
-def write_dist(folder, *, more=(), told=None, padding=0, lacks=()):
+def write_dist(folder, *, more=(), told=None, padding=0, lacks=(), archived=()):
     info = "blackwell_sparsek-0.dist-info"
     files = {
         "blackwell_sparsek/py.typed": "",
@@ -37,7 +37,7 @@ def write_dist(folder, *, more=(), told=None, padding=0, lacks=()):
             if name not in lacks:
                 wheel.writestr(name, text)
     with tarfile.open(folder / "a.tar.gz", "w:gz") as archive:
-        for name in ("pyproject.toml", "long_description.py", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "long_description.py", "README.md", "LICENSE", *archived):
             archive.addfile(tarfile.TarInfo(f"a-0/{name}"), io.BytesIO())
         if "CHANGELOG.md" not in lacks:
             archive.addfile(tarfile.TarInfo("a-0/CHANGELOG.md"), io.BytesIO())
@@ -50,6 +50,7 @@ def write_dist(folder, *, more=(), told=None, padding=0, lacks=()):
         ({"padding": 2**21}, f"at most {check_dist.LARGEST_WHEEL} are expected"),
         ({"lacks": ["blackwell_sparsek/py.typed"]}, "lacks blackwell_sparsek/py.typed"),
         ({"lacks": ["CHANGELOG.md"]}, "lacks CHANGELOG.md"),
+        ({"archived": ["examples/README.md"]}, "outside of src and tests: examples/README.md"),
         ({"told": metadata(Author=None)}, "METADATA has no Author"),
         ({"told": metadata("[a](docs/a.md)" + "x" * 1000)}, "relative link: docs/a.md"),
         ({"told": metadata("<!-- a -->" + "x" * 1000)}, "has a comment"),

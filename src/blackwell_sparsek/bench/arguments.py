@@ -102,7 +102,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
 
 
 def kernel_filter(text: str) -> str:
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="bsk",
         description="Block-sparse products and attention for PyTorch.",
-        epilog="Begin with `bsk info` and `bsk bench --quick`; `bsk COMMAND --help` explains each.",
+        epilog="Start with `bsk info` and `bsk bench --quick`. Options: `bsk COMMAND --help`.",
     )
     top.add_argument("--version", action="version", version=f"bsk {__version__}")
     subparsers = top.add_subparsers(metavar="COMMAND", dest="command")
@@ -129,26 +129,34 @@ def parser() -> argparse.ArgumentParser:
 def _bench(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure suites against every peer that is installed",
-        description="Every result is checked against fp64 before it is timed. Times are medians of "
+        help="measure suites against every installed peer",
+        description="Each result is checked against fp64 before it is timed. Times are medians of "
         "interleaved rounds from cold caches. Results are saved after every case. Without a "
         "SUITE, the group `founding` runs, or `quick` with --quick.",
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="suites or groups; see --list")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help="suites or groups of suites; see --list"
+    )
     parser.add_argument("--list", action="store_true", help="list suites, groups and peers")
-    parser.add_argument("--quick", action="store_true", help="a few cases, under a minute in all")
+    parser.add_argument("--quick", action="store_true", help="only a few cases, in under a minute")
     parser.add_argument(
         "-o",
         "--out",
         type=pathlib.Path,
         default=pathlib.Path("bsk-results"),
         metavar="DIR",
-        help="where SUITE.json is written (default bsk-results)",
+        help="folder for SUITE.json (default bsk-results)",
     )
-    parser.add_argument("--device", help="cpu or cuda; the GPU if there is one")
-    parser.add_argument("--peers", metavar="A,B", help="only these peers; bsk always takes part")
-    parser.add_argument("--case", metavar="PATTERN", help="only cases whose name contains this")
-    parser.add_argument("--mode", action="append", choices=MODES, help="time in this way only")
+    parser.add_argument("--device", help="cpu or cuda (default: the GPU, if there is one)")
+    parser.add_argument("--peers", metavar="A,B", help="only these peers; bsk is always measured")
+    parser.add_argument(
+        "--case",
+        metavar="PATTERN",
+        help="only cases whose names contain this; * and ? are wildcards",
+    )
+    parser.add_argument(
+        "--mode", action="append", choices=MODES, help="use only this timing mode; can be repeated"
+    )
     parser.add_argument(
         "--seconds", type=seconds, default=0.3, metavar="N", help="time per case (default 0.3)"
     )
@@ -156,54 +164,58 @@ def _bench(subparsers: Any) -> None:
         "--prepare",
         type=positive,
         metavar="JOBS",
-        help="only compile what the suites need, in this many processes",
+        help="only compile the kernels of the suites, in this many processes",
     )
-    parser.add_argument("--commit", help="the commit to record; by default that of the checkout")
+    parser.add_argument("--commit", help="commit to record (default: that of the checkout)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--time-left",
         type=seconds,
         metavar="SECONDS",
-        help="start no case after this time (default 45 with --quick, 240 with --prepare)",
+        help="start no case after this time (default: 45 with --quick, 240 with --prepare)",
     )
     parser.set_defaults(run="bench:run")
 
 
 def _report(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "report", help="make one HTML page of results files, or Markdown tables"
+        "report", help="turn results files into an HTML page or Markdown tables"
     )
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="results files")
+    parser.add_argument(
+        "files", nargs="*", type=pathlib.Path, help="JSON files written by `bsk bench`"
+    )
     parser.add_argument(
         "-o",
         "--out",
         type=pathlib.Path,
         default=pathlib.Path("report.html"),
-        help="the page (default report.html)",
+        help="HTML file to write (default report.html)",
     )
-    parser.add_argument("--markdown", action="store_true", help="print tables instead")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
     parser.set_defaults(run="report:run")
 
 
 def _compare(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
-        help="list what became slower between two runs",
+        help="list the cases that became slower between two runs",
         description="The exit status is 1 if a case of this package became slower by more than the "
-        "noise of both runs or fails now, or if there is nothing to compare; 2 if some files "
-        "cannot be compared.",
+        "noise of both runs, if one fails that used to run, or if there is nothing to compare. It "
+        "is 2 if some files cannot be compared.",
     )
     parser.add_argument("old", type=pathlib.Path, help="a results file, or a folder of them")
     parser.add_argument("new", type=pathlib.Path, help="a results file, or a folder of them")
-    parser.add_argument("--force", action="store_true", help="compare even if the machines differ")
+    parser.add_argument(
+        "--force", action="store_true", help="compare results of different machines"
+    )
     parser.set_defaults(run="compare:run")
 
 
 def _profile(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "profile",
-        help="profile a case with Nsight Compute, or a compiled kernel without a GPU",
+        help="profile a benchmark case with Nsight Compute, or inspect a compiled kernel",
         description="With a GPU and Nsight Compute (ncu), CASE is part of the name of a benchmark "
         "case, and ncu profiles it. Without them, or with --arch, CASE is part of a kernel's name, "
         "such as attn_fwd, or a kernel and the beginning of a variant, attn_fwd/bfloat16; bsk then "
@@ -218,7 +230,9 @@ def _profile(subparsers: Any) -> None:
 
 
 def _info(subparsers: Any) -> None:
-    parser = subparsers.add_parser("info", help="show what is installed, what runs here, and why")
+    parser = subparsers.add_parser(
+        "info", help="show what is installed, what runs here, and why the rest does not"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run="info:run_info")
 
@@ -230,17 +244,23 @@ def _explain(subparsers: Any) -> None:
     kinds = parser.add_subparsers(metavar="FUNCTION", required=True)
     one = kinds.add_parser("attention", help="a call of bsk.attention")
     one.add_argument("--q", default="1x16x4096x128", metavar="BxHxSxD", help="shape of q")
-    one.add_argument("--kv-heads", type=positive, metavar="N", help="default: as many as q")
+    one.add_argument("--kv-heads", type=positive, metavar="N", help="default: as many as q has")
     one.add_argument("--kv-length", type=positive, metavar="N", help="default: as long as q")
     one.add_argument("--causal", action="store_true")
-    one.add_argument("--window", type=int, metavar="N", help="the N latest keys")
-    one.add_argument("--block", metavar="QxK", help="use a random block mask")
+    one.add_argument("--window", type=int, metavar="N", help="sliding window of the latest N keys")
+    one.add_argument("--block", metavar="QxK", help="random block mask with blocks of this size")
     one.set_defaults(run="info:explain_attention")
     two = kinds.add_parser("matmul", help="a call of bsk.matmul")
     two.add_argument("--weight", default="4096x4096", metavar="RxC", help="shape of the matrix")
-    two.add_argument("--n", type=positive, default=1024, metavar="N", help="columns, or tokens")
-    two.add_argument("--block", default="64x64", metavar="HxW", help="blocks of the matrix")
-    two.add_argument("--linear", action="store_true", help="x @ W.T, the order of a layer")
+    two.add_argument(
+        "--n",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="columns of the dense operand, or tokens",
+    )
+    two.add_argument("--block", default="64x64", metavar="HxW", help="block size of the matrix")
+    two.add_argument("--linear", action="store_true", help="explain x @ W.T, as in a linear layer")
     two.set_defaults(run="info:explain_matmul")
     three = kinds.add_parser("decode", help="a call of bsk.attention_decode")
     three.add_argument("--q", default="1x32x1x128", metavar="BxHxSxD", help="shape of q")
@@ -251,19 +271,21 @@ def _explain(subparsers: Any) -> None:
     three.add_argument("--page-size", type=positive, metavar="N", help="default: contiguous")
     three.set_defaults(run="info:explain_decode", density=1.0)
     for each in (one, two):
-        each.add_argument("--density", type=float, default=0.22, help="share of kept blocks")
+        each.add_argument(
+            "--density", type=float, default=0.22, help="fraction of blocks to keep (default 0.22)"
+        )
     for each in (one, two, three):
         each.add_argument("--dtype", choices=DTYPES, default="bfloat16")
         each.add_argument("--impl", choices=IMPLS, default="auto")
-        each.add_argument("--device", help="cpu or cuda; the GPU if there is one")
+        each.add_argument("--device", help="cpu or cuda (default: the GPU, if there is one)")
 
 
 def _memory(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "memory",
-        help="show how much memory KV caches take, and what GQA saves",
-        description="Describe your own model with --layers, --heads and --head-dim; without them, "
-        "well-known models are shown.",
+        help="show the memory of KV caches, and what GQA saves",
+        description="To describe your own model, pass --layers, --heads and --head-dim; by "
+        "default, the table has well-known models.",
     )
     parser.add_argument(
         "--tokens", type=positive, default=16384, help="cached tokens (default 16384)"
@@ -278,9 +300,9 @@ def _memory(subparsers: Any) -> None:
 def _compile(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compile",
-        help="compile kernels for a GPU ahead of their first use",
-        description="Compiles kernels into Triton's cache. No GPU is needed: copy the cache to the "
-        "machine that has one, or make it part of an image.",
+        help="compile kernels ahead of their first use",
+        description="Compile kernels into Triton's cache. This needs no GPU: copy the cache to the "
+        "machine that has one, or include it in a container image.",
     )
     parser.add_argument(
         "filter",
@@ -306,7 +328,7 @@ def _tune(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="search for faster tiles of the portable kernels on this GPU",
-        description="To use the tiles that were found, set BSK_CONFIG_DIR to the folder.",
+        description="To use the tiles, set BSK_CONFIG_DIR to the output folder.",
     )
     parser.add_argument(
         "-o",
@@ -314,6 +336,6 @@ def _tune(subparsers: Any) -> None:
         type=pathlib.Path,
         default=pathlib.Path("bsk-tuned"),
         metavar="DIR",
-        help="where the tiles are written (default bsk-tuned)",
+        help="output folder (default bsk-tuned)",
     )
     parser.set_defaults(run="tune:run")

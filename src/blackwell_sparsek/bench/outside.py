@@ -44,7 +44,7 @@ def _peers_of(entry: EntryPoint, suites: Mapping[str, Suite]) -> Iterator[tuple[
         given: Any = entry.load()()
     except Exception as error:  # anything may go wrong in the code of others
         raise InvalidInput(
-            f"{_who(entry)} fails: {told(error)}; mend or uninstall its package"
+            f"{_who(entry)} fails: {told(error)}; fix or uninstall its package"
         ) from error
     if not isinstance(given, Mapping):
         raise InvalidInput(
@@ -53,7 +53,7 @@ def _peers_of(entry: EntryPoint, suites: Mapping[str, Suite]) -> Iterator[tuple[
     for name, peer in given.items():
         if name not in suites:
             raise InvalidInput(
-                f"{_who(entry)}: unknown suite {name!r}; there are {', '.join(suites)}"
+                f"{_who(entry)}: unknown suite {name!r}; choose from {', '.join(suites)}"
             )
         if not isinstance(peer, Peer):
             raise InvalidInput(

@@ -2,7 +2,7 @@
 
 
 class BskError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of the errors that this package raises."""
 
 
 class InvalidInput(BskError, ValueError):
@@ -14,7 +14,7 @@ class InvalidType(InvalidInput, TypeError):
 
 
 class Unsupported(BskError, NotImplementedError):
-    """The request is meaningful, but the implementation asked for cannot serve it here."""
+    """The call is valid, but the requested implementation cannot run it here."""
 
 
 class OutOfPages(BskError, RuntimeError):

@@ -191,11 +191,11 @@ def explain(fn: torch.nn.Module) -> ModelReport: ...  # type: ignore[overload-ov
 @overload
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision: ...
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Decision | ModelReport:
-    """Tell which implementation `fn(*args, **kwargs)` would run and why, without running it.
+    """Show which implementation `fn(*args, **kwargs)` would run and why, without running it.
 
-    For a model alone, without arguments, tell which of its layers are sparse, how much of them is
-    stored, what would run for one token and for 4096, and which attention its layers have, if it
-    comes from `bsk.integrations.huggingface.register` or from `bsk.nn`. `bsk.sparsity_report`
+    For a model alone, without arguments, show which of its layers are sparse, what fraction of
+    their blocks is stored, what would run for one token and for 4096, and which attention they use,
+    if it comes from `bsk.integrations.huggingface.register` or from `bsk.nn`. `bsk.sparsity_report`
     counts blocks, parameters and bytes of every layer.
 
     Parameters

@@ -1,4 +1,4 @@
-"""More than one GPU: sequences, heads and block-sparse weights split among ranks.
+"""Several GPUs: sequences, heads and block-sparse weights split over ranks.
 
 Built on `torch.distributed`: process groups, `DeviceMesh` and `DTensor`. `balance` makes a `Plan`
 of who owns which tokens; `attention` computes over shards of a sequence, `attention_decode` over

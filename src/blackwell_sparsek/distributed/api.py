@@ -139,9 +139,9 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Self-attention over a sequence that is split among the ranks of a group.
 
-    Each rank passes the queries, keys and values of its own tokens and gets the outputs of its own
-    queries, as `bsk.attention` on the whole sequence gives them. Every rank has to call this, and
-    to run the backward pass if any does.
+    Each rank passes the queries, keys and values of its own tokens and gets their outputs, equal to
+    those of `bsk.attention` on the whole sequence. Every rank has to call this, and to run the
+    backward pass if any does.
 
     Parameters
     ----------

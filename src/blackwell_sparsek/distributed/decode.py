@@ -112,7 +112,7 @@ def attention_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the latest queries over caches of which every rank holds a part.
 
-    All ranks pass the same queries and get the same result, merged by lse. There is no derivative.
+    All ranks pass the same queries and get the same result, merged by lse. There are no gradients.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ def split_features(
     *,
     unit: int | None = None,
 ) -> FeatureSplit:
-    """Split features that several weights share so that each rank stores as many blocks.
+    """Split features that several weights share, so that ranks store equal numbers of blocks.
 
     Parameters
     ----------

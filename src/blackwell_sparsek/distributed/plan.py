@@ -390,7 +390,7 @@ def balance(
     """Assign the tiles of a sequence to ranks, with the same work and tokens for each.
 
     Work is the number of kept blocks of the queries of a tile, over batch and heads. Each rank gets
-    the same number of tiles, give or take one, because the layers between attention cost the same
+    the same number of tiles, plus or minus one, because the layers between attention cost the same
     for every token. Contiguous runs, zigzag and longest first are tried, with ever shorter runs;
     the first plan with an imbalance of at most 1.02 is taken, else the most even. Longer runs
     fetch fewer keys.

@@ -1,4 +1,4 @@
-"""fp8: rounding with scales, attention and block-sparse products computed in fp8."""
+"""FP8: quantization, attention and block-sparse products."""
 
 from ..calls.fp8 import Quantized
 from .api import quantize

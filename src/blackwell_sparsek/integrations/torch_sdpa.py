@@ -41,7 +41,7 @@ _current: ContextVar["patch_sdpa | None"] = ContextVar("bsk_patch_sdpa", default
 
 
 class patch_sdpa:
-    """Run calls of `torch.nn.functional.scaled_dot_product_attention` with this package.
+    """Compute calls of `torch.nn.functional.scaled_dot_product_attention` with this package.
 
     A context manager. It takes calls by this thread (and those that autograd recomputes for it),
     not by other threads. Calls that this package cannot compute go to torch's own kernels and are

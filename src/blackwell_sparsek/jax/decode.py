@@ -78,7 +78,7 @@ def attention_decode(
 
     Means what `bsk.attention_decode` means: query i of Sq sits at position
     `cache_seqlens[b] - Sq + i`, and the keys and values of the queries are already in the cache.
-    Keys past the longest length, or before every window, are not read. There is no derivative.
+    Keys past the longest length, or before every window, are not read. There are no gradients.
     Works under `jit`, `vmap` and `shard_map` over batch and heads, also with donated caches.
 
     Parameters

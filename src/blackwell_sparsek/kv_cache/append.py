@@ -57,7 +57,7 @@ def kv_append(
     v_scale: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | None:
-    """Write new keys and values into a cache, behind what it holds or to the slots that are named.
+    """Write new keys and values to a cache, after the tokens that it holds or to given slots.
 
     - With `cache_seqlens`: token t of sequence b goes to slot `cache_seqlens[b] + t` of its cache.
     - With `slot_mapping`: token t of a packed batch goes to slot `slot_mapping[t]` of all slots,
@@ -86,7 +86,7 @@ def kv_append(
     slot_mapping : int32 or int64 `[T]`, optional
         Takes the place of `cache_seqlens`, `counts` and `page_table`; no slot twice.
     rotary : Rotary, optional
-        Rotate keys on their way into the cache, and `q`; with `slot_mapping`.
+        Rotates keys as they are written, and `q`; with `slot_mapping`.
     positions : int32 or int64 `[T]`
         The position of each token in its sequence, for `rotary`.
     q : `[T, Hq, D]`, optional

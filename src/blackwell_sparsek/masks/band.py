@@ -17,7 +17,7 @@ TileKind = Literal["empty", "partial", "full"]
 
 
 class Band(NamedTuple):
-    """How many keys before and after its own position a query sees; None means all of them.
+    """How many keys a query sees before and after its own position; None means all of them.
 
     Examples
     --------

@@ -53,7 +53,7 @@ class BlocksOfSequences(NamedTuple):
 
 
 class KeySelection:
-    """The keys that each query token has chosen, in entries of `granularity` keys.
+    """The keys that each query token selects, in entries of `granularity` keys.
 
     Entry c stands for the keys `c * granularity` up to the next entry or the end of the keys. With
     packed sequences there is one list of tokens, B is 1, and entries count inside the sequence of
@@ -73,7 +73,7 @@ class KeySelection:
     granularity : int
         Keys of an entry: 1, 4, 16, 32, 64 or 128.
     kv_len : int
-        Keys of a sequence: Sk, the longest of packed sequences, or what the pages of one hold.
+        Keys per sequence: Sk, those of the longest packed sequence, or what its pages can hold.
 
     Raises
     ------

@@ -169,7 +169,7 @@ density=0.25, bias=True, activation='gelu')
 
         Values, bias [out_features] and metadata are copied. A transposed matrix is rearranged. A
         matrix in fp8 makes a layer for inference, as `to_fp8` does: its bias requires no gradient
-        and keeps its dtype, but for float64, which becomes float32.
+        and keeps its dtype, except that float64 becomes float32.
 
         Raises
         ------
@@ -207,7 +207,7 @@ density=0.25, bias=True, activation='gelu')
         return layer
 
     def to_fp8(self) -> "BSRLinear":
-        """Return a layer for inference with the values rounded to float8_e4m3fn (copies).
+        """Return a copy of this layer for inference, with values rounded to float8_e4m3fn.
 
         Each block has a scale, the buffer `descale`. The layer rounds its inputs as well, 128
         channels of a token by a scale of their own, and multiplies in fp8; its outputs have the
@@ -299,10 +299,10 @@ density=0.25, bias=True, activation='gelu')
         activation: str | None = None,
         impl: str = "auto",
     ) -> "BSRLinear":
-        """Store a `torch.nn.Linear` that was pruned already: the blocks that are not all zero.
+        """Convert a pruned `torch.nn.Linear`, keeping every block that is not all zero.
 
-        Results are those of `linear` to rounding. How much that saves depends on where the zeros
-        are: `density` of the layer says which part of the blocks is left.
+        Results equal those of `linear` up to rounding. What this saves depends on where the zeros
+        are: the layer's `density` is the fraction of blocks that are left.
 
         Parameters
         ----------

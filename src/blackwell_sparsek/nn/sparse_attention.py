@@ -117,11 +117,11 @@ def _rotated(op: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 class MixtureOfBlockAttention(_SelfAttention):
-    """MoBA: each query of each head attends to the blocks whose mean key suits it best.
+    """MoBA: each query of each head attends to the blocks whose mean keys score highest.
 
     The score of a block is the product of the query with the mean of its keys. A query
-    always takes its own block, and the best `top_k - 1` before it. The selection has no gradient
-    and no weights of its own.
+    always takes its own block, and the best `top_k - 1` earlier ones. The selection has no gradient
+    and no weights.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class MixtureOfBlockAttention(_SelfAttention):
 
     @property
     def pattern(self) -> str:
-        """Which keys a query chooses, in words."""
+        """A description of the keys that a query attends to."""
         return f"best {self.top_k} blocks of {self.block}"
 
     def kept_of(self, tokens: int) -> KeptPart:
@@ -258,7 +258,7 @@ class NativeSparseAttention(_SelfAttention):
 
     @property
     def pattern(self) -> str:
-        """Which keys a query chooses, in words."""
+        """A description of the keys that a query attends to."""
         means = f"means of blocks of {self.block}"
         return f"{means}, best {self.top_k} of these blocks, window {self.window}"
 
@@ -337,13 +337,13 @@ class NativeSparseAttention(_SelfAttention):
 
 
 class IndexerAttention(_SelfAttention):
-    """Attention over the single keys that a small indexer scores highest, as in DSA.
+    """Attention to the keys that a small indexer scores highest, as in DSA.
 
     The score of key j for query t is `sum_h w[t, h] relu(q_index[t, h] . k_index[j])`, over index
     heads with one key in common; each query takes the `top_k` highest. The choice has no gradient.
-    The indexer learns from a loss of its own: the divergence of its softmax over the chosen keys
-    from the attention that all heads together give them. Ask for it with `with_loss` and add it to
-    the loss of the model; it reaches only the weights of the indexer.
+    The indexer has its own loss: the divergence of its softmax over the selected keys from the
+    attention weights of all heads together. Request it with `with_loss` and add it to the loss of
+    the model; its gradient reaches only the weights of the indexer.
 
     Parameters
     ----------
@@ -398,7 +398,7 @@ class IndexerAttention(_SelfAttention):
 
     @property
     def pattern(self) -> str:
-        """Which keys a query chooses, in words."""
+        """A description of the keys that a query attends to."""
         return f"best {self.top_k} keys"
 
     def kept_of(self, tokens: int) -> KeptPart:
@@ -482,7 +482,7 @@ class IndexerAttention(_SelfAttention):
 
 
 class SparsekAttention(_SelfAttention):
-    """SparseK attention: a score of each token decides how long later queries see it.
+    """SparseK attention: the score of a token determines how long later queries see it.
 
     u = x w for each KV head. Token j has the weight `clip(u[j] - tau[t], 0, 1)` for query t, with
     thresholds tau from `sparsek_causal`, under which these add up to `keep`. Thresholds never fall:
@@ -533,7 +533,7 @@ class SparsekAttention(_SelfAttention):
 
     @property
     def pattern(self) -> str:
-        """Which keys a query chooses, in words."""
+        """A description of the keys that a query attends to."""
         return f"SparseK weights that add up to {self.keep:g}"
 
     def kept_of(self, tokens: int) -> KeptPart:

@@ -1,4 +1,4 @@
-"""Choosing which blocks of a model's weights to keep, and making layers from them."""
+"""Selecting which blocks of a model's weights to keep, and creating layers from them."""
 
 from ..sparse.scores import block_magnitude, wanda
 from .gradual import CubicSchedule, GradualPruner, shrink_

@@ -230,7 +230,7 @@ class GradualPruner:
                 )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state to save besides model and optimizer: the count of steps."""
+        """Return the state to save with the model and the optimizer: the number of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -50,8 +50,8 @@ class BSRMatrix:
         In elements. Need not be a multiple of the block; the part of edge blocks beyond `shape`
         must be zero.
     descale : Tensor [nnzb], float32, with float8_e4m3fn only
-        What the values of each block are multiplied with. `to_fp8` makes such a matrix from one
-        with wider values; it has no gradients.
+        The factor of each block's values. `to_fp8` converts a matrix with wider values to such a
+        matrix, which has no gradients.
 
     Everything is checked at construction, contents included, with one or two synchronizations.
     The metadata is copied and narrowed to int32; treat all tensors of a matrix as read only
@@ -243,7 +243,7 @@ device=cpu)
 
     @property
     def descale(self) -> torch.Tensor | None:
-        """fp32 [nnzb] in the order of `indices`: what each block is multiplied with, or None."""
+        """fp32 [nnzb] in the order of `indices`: the factor of each block, or None."""
         if self._stored_descale is None or not self._is_transposed:
             return self._stored_descale
         return self._stored_descale[self._pattern.transpose_perm.long()]
@@ -308,7 +308,7 @@ device=cpu)
         return self._from_parts(pattern, storage, self._is_transposed, descale)
 
     def to_fp8(self) -> "BSRMatrix":
-        """The same matrix with blocks rounded to float8_e4m3fn, each by a scale of its own.
+        """The same matrix with blocks rounded to float8_e4m3fn, each with its own scale.
 
         A scale is the largest finite magnitude of its block over 448, at least 2**-120, and 1 for
         a block of zeros: the rule of `bsk.fp8.quantize`. For products with activations in fp8; no
@@ -332,7 +332,7 @@ device=cpu)
         return self._from_parts(self._pattern, storage, self._is_transposed, descale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> "BSRMatrix":
-        """The matrix that one in fp8 stands for: each block times its scale, rounded to `dtype`."""
+        """The values of an fp8 matrix: each block times its scale, rounded to `dtype`."""
         descale = self._stored_descale
         if descale is None:
             problem = "has no scales to be applied"

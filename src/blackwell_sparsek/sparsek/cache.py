@@ -13,9 +13,9 @@ from .api import sparsek
 class SparsekCache:
     """Keys and values of the tokens that SparseK still gives a weight, for decoding.
 
-    Thresholds never fall, so a token at or below one has no weight ever after. `append` adds tokens
-    and raises the threshold; whenever half of the places hold such tokens, they are dropped, which
-    makes the host wait for the device. Attend with
+    Thresholds never decrease, so a token at or below one has no weight from then on. `append` adds
+    tokens and raises the threshold. When half of the places hold such tokens, they are dropped,
+    which makes the host wait for the device. Attend with
     `attention(q, cache.k, cache.v, key_gate=cache.gate)`: the results are those of attention with
     `sparsek_causal` over all tokens so far.
 

@@ -35,27 +35,42 @@ def test_info_says_where_nothing_runs(capsys, monkeypatch):
 
 def test_overrides_of_triton_are_shown(capsys, monkeypatch):
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/x/ptxas")
-    monkeypatch.setenv("BSK_CONFIG_DIR", "/x/tiles")
     out = _printed(capsys, "info").out
-    assert "TRITON_PTXAS_PATH=/x/ptxas" in out and "tiles     /x/tiles" in out
+    assert "TRITON_PTXAS_PATH=/x/ptxas" in out
+
+
+def test_info_says_whether_tuned_tiles_are_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("BSK_CONFIG_DIR", raising=False)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert info._tuned_tiles(gpu) == "off (BSK_CONFIG_DIR is not set)"
+    monkeypatch.setenv("BSK_CONFIG_DIR", str(tmp_path / "typo"))
+    missing = f"{tmp_path / 'typo'} (no such folder; built-in tiles are used)"
+    assert info._tuned_tiles(gpu) == missing
+    monkeypatch.setenv("BSK_CONFIG_DIR", str(tmp_path))
+    assert info._tuned_tiles(cpu) == f"{tmp_path} (not used on a CPU)"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    missing = f"{tmp_path} (it has no device_name=NVIDIA_X.json; built-in tiles are used)"
+    assert info._tuned_tiles(gpu) == missing
+    (tmp_path / "device_name=NVIDIA_X.json").touch()
+    assert info._tuned_tiles(gpu) == str(tmp_path)
 
 
 def test_a_cache_that_others_can_write_is_unsafe(tmp_path):
     folder = tmp_path / "cache"
-    assert info.cache_state(folder)["size"] == "not there yet"
+    assert info.cache_state(folder)["size"] == "does not exist yet"
     (tmp_path / "file").touch()
-    assert info.cache_state(tmp_path / "file")["safety"] == "UNUSABLE: is not a folder"
+    assert info.cache_state(tmp_path / "file")["safety"] == "UNUSABLE: it is not a folder"
     folder.mkdir(mode=0o700)
     (folder / "kernel.cubin").write_bytes(b"x" * 2**20)
     state = info.cache_state(folder)
-    assert state["size"] == "1.0 MiB" and state["safety"] == "only its owner can write there"
+    assert state["size"] == "1.0 MiB" and state["safety"] == "only its owner can write to it"
     folder.chmod(0o777)
-    assert info.cache_state(folder)["safety"] == f"UNSAFE: everybody can write to {folder}"
+    assert info.cache_state(folder)["safety"] == f"UNSAFE: anyone can write to {folder}"
     folder.chmod(0o777 | stat.S_ISVTX)
-    assert info.unsafe(folder) == f"UNSAFE: everybody can write to {folder}"
+    assert info.unsafe(folder) == f"UNSAFE: anyone can write to {folder}"
     folder.chmod(0o700)
     tmp_path.chmod(0o777)
-    assert info.unsafe(folder) == f"UNSAFE: everybody can write to {tmp_path}"
+    assert info.unsafe(folder) == f"UNSAFE: anyone can write to {tmp_path}"
 
 
 def test_a_cache_that_a_group_can_write_is_unsafe(tmp_path, monkeypatch):
@@ -307,8 +322,8 @@ def test_memory_of_known_models_and_of_ones_own(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--heads", "32:8"], "--layers and --heads describe a model together"),
-        (["--layers", "2", "--heads", "a:b"], "--heads is 'a:b'; expected such as 32:8"),
+        (["--heads", "32:8"], "--layers and --heads must be given together"),
+        (["--layers", "2", "--heads", "a:b"], "--heads is 'a:b'; expected Q:KV, such as 32:8"),
         (["--layers", "2", "--heads", "32:5"], "a multiple of its 5 KV heads"),
     ],
 )

@@ -149,7 +149,7 @@ def test_files_that_cannot_be_compared_leave_the_others(tmp_path, capsys):
 def test_what_is_not_there_is_named(tmp_path, capsys):
     (tmp_path / "old").mkdir()
     assert cli.main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
-    assert f"{tmp_path / 'new'}: there is no such file or folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'new'}: no such file or folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["missing.json", "folder", "broken.json"])

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_of("bsk bench", args.device)
     _check_cases(names, args, device)
     if device.type == "cpu":
-        print("No GPU: small sizes, for a look at the tool.", file=sys.stderr)
+        print("No GPU: running small sizes, which only show how the tool works.", file=sys.stderr)
     if args.prepare is not None:
         return _prepared(args, names, device)
     left = args.time_left if args.time_left is not None or not args.quick else _QUICK_S
@@ -185,7 +185,7 @@ def _check_cases(names: list[str], args: argparse.Namespace, device: torch.devic
     if not any(_cases(_suites()[name], args, device) for name in names):
         raise InvalidInput(
             f"bsk bench: no case of {', '.join(names)} has {args.case!r} in its name; "
-            "expected part of a name as the tables show it, * and ? for anything"
+            "expected part of a name as shown in the tables; * and ? are wildcards"
         )
 
 

@@ -52,7 +52,7 @@ def pairs_of(old: pathlib.Path, new: pathlib.Path) -> list[tuple[pathlib.Path, p
     """The two files, or all files that have the same name in two folders."""
     for path in (old, new):
         if not path.exists():
-            raise InvalidInput(f"bsk compare: {path}: there is no such file or folder")
+            raise InvalidInput(f"bsk compare: {path}: no such file or folder")
     if old.is_dir() != new.is_dir():
         raise InvalidInput(f"bsk compare: {old} and {new} must be two files or two folders")
     if not old.is_dir():

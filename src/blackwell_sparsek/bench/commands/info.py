@@ -18,6 +18,7 @@ from ...core.compat import why_no_gluon, why_torch_misses_gpu, why_triton_fails
 from ...core.env import config_dir, triton_cache_dir, triton_overrides
 from ...core.errors import BskError, InvalidInput
 from ...dispatch.dispatcher import how_launched
+from ...dispatch.tuned import file_name
 from ...kv_cache.memory import MODELS, KVModel, format_kv_memory_table, kv_memory_table
 from ...sparse.matrix import BSRPattern
 from ..arguments import whole
@@ -56,7 +57,7 @@ def gathered(device: torch.device) -> dict[str, Any]:
         "tools": {name: shutil.which(name) or "not found" for name in tools},
         "cache": cache_state(pathlib.Path(triton_cache_dir())),
         "overrides": triton_overrides(),
-        "tuned_tiles": config_dir() or "off (BSK_CONFIG_DIR is not set)",
+        "tuned_tiles": _tuned_tiles(device),
     }
 
 
@@ -67,6 +68,20 @@ def _triton() -> str:
     if (reason := why_no_gluon()) is not None:
         return f"can compile the portable kernels only: {reason}"
     return "can compile kernels"
+
+
+def _tuned_tiles(device: torch.device) -> str:
+    """The folder that `BSK_CONFIG_DIR` names, and why its tiles are not used if they are not."""
+    folder = config_dir()
+    if folder is None:
+        return "off (BSK_CONFIG_DIR is not set)"
+    if not pathlib.Path(folder).is_dir():
+        return f"{folder} (no such folder; built-in tiles are used)"
+    if device.type != "cuda":
+        return f"{folder} (not used on a CPU)"
+    name = file_name(torch.cuda.get_device_name(device))
+    missing = not (pathlib.Path(folder) / name).exists()
+    return f"{folder} (it has no {name}; built-in tiles are used)" if missing else folder
 
 
 def _launching(arch: Arch) -> str:
@@ -98,14 +113,15 @@ def cache_state(folder: pathlib.Path) -> dict[str, str]:
     Triton loads and runs what it finds in this folder, so a user who can write there can run code.
     """
     if not folder.exists():
-        return {"folder": str(folder), "size": "not there yet", "safety": "made at first use"}
+        absent = {"size": "does not exist yet", "safety": "created at first use"}
+        return {"folder": str(folder), **absent}
     if not folder.is_dir():
-        return {"folder": str(folder), "size": "none", "safety": "UNUSABLE: is not a folder"}
+        return {"folder": str(folder), "size": "none", "safety": "UNUSABLE: it is not a folder"}
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     return {
         "folder": str(folder),
         "size": f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB",
-        "safety": unsafe(folder) or "only its owner can write there",
+        "safety": unsafe(folder) or "only its owner can write to it",
     }
 
 
@@ -117,9 +133,9 @@ def unsafe(folder: pathlib.Path) -> str | None:
             return f"UNSAFE: {place} belongs to another user (uid {state.st_uid})"
         # without the sticky bit, users who may write here may also replace the files of others
         if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
-            return f"UNSAFE: everybody can write to {place}"
+            return f"UNSAFE: anyone can write to {place}"
         if place == folder and state.st_mode & stat.S_IWOTH:
-            return f"UNSAFE: everybody can write to {place}"
+            return f"UNSAFE: anyone can write to {place}"
         if state.st_mode & stat.S_IWGRP and state.st_gid not in _OWN_GROUPS:
             return f"UNSAFE: the group {state.st_gid} can write to {place}"
     return None
@@ -255,7 +271,7 @@ def explain_matmul(args: argparse.Namespace) -> int:
 def run_memory(args: argparse.Namespace) -> int:
     """Print the table."""
     if (args.layers is None) != (args.heads is None):
-        raise InvalidInput("bsk memory: --layers and --heads describe a model together")
+        raise InvalidInput("bsk memory: --layers and --heads must be given together")
     models = MODELS if args.heads is None else (_model_of(args),)
     print(format_kv_memory_table(kv_memory_table(models, args.tokens, getattr(torch, args.dtype))))
     return 0
@@ -265,7 +281,7 @@ def _model_of(args: argparse.Namespace) -> KVModel:
     first, _, second = args.heads.partition(":")
     query, kv = whole(first), whole(second or first)
     if query is None or kv is None:
-        raise InvalidInput(f"bsk memory: --heads is {args.heads!r}; expected such as 32:8")
+        raise InvalidInput(f"bsk memory: --heads is {args.heads!r}; expected Q:KV, such as 32:8")
     if query % kv:
         raise InvalidInput(
             f"bsk memory: --heads is {args.heads!r}; expected a multiple of its {kv} KV heads"

@@ -307,8 +307,9 @@ _NEWER = """With a newer release, such as {newer}: {reasons}. Triton then launch
 kernels itself, which takes about 300 us of host time per call instead of 20 to 30."""
 
 
-def _listed(archs: Iterable[int]) -> str:
-    return ", ".join(f"sm_{sm}" for sm in archs)
+def _listed(archs: Iterable[int], last: str = "and") -> str:
+    *names, final = [f"sm_{sm}" for sm in archs]
+    return f"{', '.join(names)} {last} {final}" if names else final
 
 
 def support_page(folder: pathlib.Path) -> str:
@@ -329,7 +330,9 @@ def support_page(folder: pathlib.Path) -> str:
     parts = [
         _INTRODUCTION,
         "## What was run",
-        _RUN.format(timed=_listed(TIMED), compiled=_listed(ALL_ARCHS), never=_listed(never)),
+        _RUN.format(
+            timed=_listed(TIMED), compiled=_listed(ALL_ARCHS), never=_listed(never, last="or")
+        ),
         "\n".join(f"- {machine}" for machine in ran_on(folder)),
         "## Attention by GPU, dtype and head dim",
         _ATTENTION.format(largest=MAX_HEAD_DIM),

@@ -74,7 +74,7 @@ def wide(tiny: bool = False) -> Iterator[Case]:
 
 
 def window(tiny: bool = False) -> Iterator[Case]:
-    """The 2048 latest keys at 32k, 128k and 512k, against causal attention to everything."""
+    """A window of 2048 keys at 32k, 128k and 512k tokens, against full causal attention."""
     heads, width = (2, 64) if tiny else (16, 2048)
     for length in (256,) if tiny else (32768, 131072):
         problem = Attention(1, heads, length, 128, 0, dtype_of(tiny), causal=True, window=width)

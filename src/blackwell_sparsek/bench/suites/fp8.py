@@ -1,4 +1,4 @@
-"""fp8: rounding, attention and block-sparse products, beside 16 bits and other libraries.
+"""fp8: rounding, attention and block-sparse products, against 16 bits and other libraries.
 
 Implementations are asked for by name, the first that takes the problem: what is measured must not
 depend on what `auto` is told to take.
@@ -287,7 +287,7 @@ ATTENTION_PEERS = {
 
 
 def fp8_attention(tiny: bool = False) -> Iterator[Case]:
-    """Attention over e4m3: dense, causal and block masks, beside the same in 16 bits."""
+    """Attention in e4m3: dense, causal and block masks, compared with 16 bits."""
     if tiny:
         small = Attention(1, 2, 140, 16, 1, torch.float32)
         problems = [small, replace(small, causal=True)]

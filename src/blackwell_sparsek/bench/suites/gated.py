@@ -144,7 +144,7 @@ PEERS = {
 
 
 def gated_attention(tiny: bool = False) -> Iterator[Case]:
-    """Causal attention with SparseK's gate, beside the same blocks without one."""
+    """Causal attention with SparseK's gate, compared with the same blocks without a gate."""
     sizes = [Gated(2, 1, 200, 40.0, 16, dtype_of(tiny))]
     if not tiny:
         sizes = [Gated(32, 8, 8192, 2048.0), Gated(32, 8, 32768, 4096.0)]

@@ -168,7 +168,7 @@ PEERS = {
 
 
 def jax_attention(tiny: bool = False) -> Iterator[Case]:
-    """Attention from JAX, in a jitted loop and one call; the same by torch and by JAX itself."""
+    """Attention from JAX, in a jitted loop and as single calls, against torch and JAX's own."""
     dtype, sizes = dtype_of(tiny), (1, 2, 64, 16) if tiny else (1, 16, 4096, 128)
     block, density = (16, 16) if tiny else (128, 128), 0.22
     problems = {

@@ -401,7 +401,7 @@ def _founding_first(problems: Sequence[_Any]) -> list[tuple[_Any, float]]:
 
 
 def llama(tiny: bool = False) -> Iterator[Case]:
-    """The layers of Llama 3 8B and 70B, x @ W.T, for 1 to 8192 tokens at 78 %."""
+    """The layers of Llama 3 8B and 70B, x @ W.T, for 1 to 8192 tokens, 78 % sparse."""
     yield from _layers(LLAMA, (1, 16, 128, 1024, 8192), ((128, 128), (64, 64)), tiny)
 
 

@@ -249,7 +249,7 @@ PEERS = {
 
 
 def new_sizes(tiny: bool = False) -> Iterator[Case]:
-    """Host time of a call with a length never seen before, its kernels compiled."""
+    """Host time of a call with a new sequence length, with kernels already compiled."""
     # so few heads that the GPU is never behind, and no launch waits for it
     sizes = (2, 1, 16) if tiny else (2, 1, 128)
     names = {

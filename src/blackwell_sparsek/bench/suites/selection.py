@@ -164,7 +164,7 @@ INDEX_PEERS = {
 
 
 def selection(tiny: bool = False) -> Iterator[Case]:
-    """The entries of highest scores for each query: DSA's indexer, and pooled scores."""
+    """Selecting each query's highest-scoring entries: DSA's indexer, and pooled scores."""
     if tiny:
         yield _index_case(Index("3 weighted heads", 3, 8, 40, 70, 1, 6, True, dtype_of(tiny)))
         yield _index_case(Index("blocks of 16", 2, 8, 40, 70, 16, 2, False, dtype_of(tiny)))

@@ -375,7 +375,7 @@ APPENDS = {
 
 
 def append(tiny: bool = False) -> Iterator[Case]:
-    """New tokens rotated and written to slots of a cache, beside a copy of as many bytes."""
+    """Rotating new tokens and writing them to cache slots, compared with a plain copy."""
     problems = [Append(32), Append(8192), Append(65536)]
     if tiny:
         problems = [Append(48, 4, 2, 64, torch.float32)]

@@ -252,7 +252,7 @@ DSA = Chosen(
 
 
 def sparse_attention_suite(tiny: bool = False) -> Iterator[Case]:
-    """Attention over the keys that each query chose, beside attention to all of them."""
+    """Attention over the keys that each query selects, compared with dense attention."""
     if tiny:
         small = Chosen("4:2 D16, 3 blocks of 16", 4, 2, 16, 3, 16, 96, dtype=dtype_of(tiny))
         yield _case(replace(small, granularity=4, name="4:2 D16, 3 entries of 4"))

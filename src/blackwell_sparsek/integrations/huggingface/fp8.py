@@ -27,7 +27,7 @@ class Fp8:
     Parameters
     ----------
     k_scale, v_scale : float above 0
-        What stored keys and values are multiplied with, in all layers.
+        Factors of the stored keys and values, in all layers.
 
     Raises
     ------
