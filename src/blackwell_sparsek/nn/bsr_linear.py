@@ -384,6 +384,10 @@ density=0.25, bias=True, activation='gelu')
             got = self.values.dtype
             op = "BSRLinear.reset_parameters"
             raise InvalidInput(message(op, "values", problem, expected, got))
+        if self.values.is_meta:
+            # parameters may be there while the pattern has contents, as under accelerate's
+            # `init_empty_weights`
+            return
         pattern = self.pattern
         bound = initial_bounds(pattern)
         with torch.no_grad():
