@@ -91,6 +91,8 @@ class BSRLinear(BSRWeight):
 
     DDP broadcasts buffers in every forward pass, and the layer then compares them, which waits for
     the GPU. Set `ddp.broadcast_buffers = False` after the first broadcast to avoid that.
+    `torch.optim.swa_utils.AveragedModel` must leave buffers alone (`use_buffers=False`, its
+    default): averages of indices, rounded to integers, are other blocks.
 
     Examples
     --------
