@@ -118,7 +118,7 @@ def _check_follows(op: str, optimizer: torch.optim.Optimizer, values: torch.Tens
     for name, x in optimizer.state.get(values, {}).items():
         if not (_is_shared(x) or _is_per_block(x, values)):
             problem = f"has a state {name!r} that cannot be split into blocks"
-            got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            got = str(list(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__
             expected = f"state for each block, as [{values.shape[0]}, ...], or a new optimizer"
             raise InvalidInput(message(op, "optimizer", problem, expected, got))
 
