@@ -256,6 +256,28 @@ def test_meta_module_needs_its_pattern():
     assert torch.equal(layer(x), trained(x))
 
 
+def test_parameters_alone_may_be_made_on_the_meta_device(monkeypatch):
+    """As under accelerate's `init_empty_weights()`."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module, name, x):
+        x = None if x is None else nn.Parameter(x.to("meta"), requires_grad=x.requires_grad)
+        register(module, name, x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "register_parameter", register_empty)
+        layers = [BSRLinear(48, 33, (16, 16), sparsity=0.5) for _ in range(3)]
+    trained = BSRLinear(48, 33, (16, 16), sparsity=0.5)
+    x = torch.randn(2, 48)
+    assert layers[0].values.is_meta and not layers[0].indices.is_meta
+    layers[0].load_state_dict(trained.state_dict(), assign=True)
+    layers[1].to_empty(device="cpu").load_state_dict(trained.state_dict())
+    for layer in layers[:2]:
+        assert torch.equal(layer(x), trained(x))
+    layers[2].to_empty(device="cpu").reset_parameters()
+    layers[2].weight.validate()
+
+
 def test_compiles_in_one_graph_with_gradients():
     layer = make(33, 20, (16, 16), activation="gelu")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

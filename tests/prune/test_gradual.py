@@ -97,6 +97,98 @@ def test_training_goes_on_as_if_the_dropped_blocks_had_never_been(kind, options)
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+class Factored(torch.optim.SGD):
+    """Keeps what `state_of` makes of a parameter, as optimizers of other packages do."""
+
+    def __init__(self, params, state_of):
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = state_of(p)
+
+
+def test_factors_of_moments_follow_the_blocks():
+    layer = BSRLinear(64, 48, (16, 8), bias=False)
+    state = {
+        "rows": normal(24, 16, seed=0),
+        "columns": normal(24, 8, seed=0),
+        "norms": normal(24, seed=0),
+        "step": 3,
+    }
+    state["shared"] = normal(1, 16, 8, seed=0)
+    optimizer = Factored(layer.parameters(), lambda p: dict(state))
+    norms = layer.values.detach().flatten(1).norm(dim=1)
+    kept = norms >= norms.sort(descending=True).values[11]
+    shrink_(layer, 0.5, optimizer=optimizer)
+    found = optimizer.state[layer.values]
+    for name in ("rows", "columns", "norms"):
+        assert torch.equal(found[name], state[name][kept]), name
+    assert found["step"] == 3 and found["shared"] is state["shared"]
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("flat", normal(12 * 256, seed=0)),
+        ("quantized", normal(7, seed=0)),
+        ("of_rows", normal(12, 12, seed=0)),
+        ("moments", [normal(12, 16, 16, seed=0)]),
+    ],
+)
+def test_state_that_is_not_of_blocks_is_refused(name, state):
+    layer = BSRLinear(64, 48, (16, 16), bias=False)
+    optimizer = Factored(layer.parameters(), lambda p: {"step": 1, name: state})
+    values = layer.values
+    with pytest.raises(InvalidInput, match=rf"optimizer has a state '{name}' that cannot be split"):
+        shrink_(layer, 0.5, optimizer=optimizer)
+    assert layer.values is values and layer.nnz_blocks == 12
+    assert optimizer.state[values][name] is state
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer as accelerate does; its groups and state are those of the other."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self):
+        self.optimizer.step()
+
+
+class Sharded(torch.optim.SGD):
+    """Trains its parameters by an optimizer within, with groups of its own."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.optim = torch.optim.SGD(params, lr=0.1)
+
+
+def test_optimizers_that_would_train_what_was_replaced_are_refused():
+    model = nn.Sequential(BSRLinear(64, 48, (16, 16)))
+    values = model[0].values
+    for optimizer, holder in (
+        (torch.optim.LBFGS(model.parameters()), "_params"),
+        (Wrapper(torch.optim.LBFGS(model.parameters())), "optimizer._params"),
+        (Sharded(model.parameters()), "optim.param_groups"),
+    ):
+        with pytest.raises(InvalidInput, match=f"optimizer also holds the layer in '{holder}'"):
+            shrink_(model[0], 0.5, optimizer=optimizer)
+        assert model[0].values is values
+    optimizer = Wrapper(torch.optim.AdamW(model.parameters()))
+    train_step(model, optimizer, 0)
+    shrink_(model[0], 0.5, optimizer=optimizer)
+    before = model[0].values.detach().clone()
+    train_step(model, optimizer, 1)
+    assert not torch.equal(model[0].values, before)
+
+
 def test_gradual_pruning_follows_the_schedule_and_trains():
     model = nn.Sequential(BSRLinear(64, 64, (16, 16)), nn.GELU(), BSRLinear(64, 32, (16, 16)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

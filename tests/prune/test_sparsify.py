@@ -202,6 +202,27 @@ def test_layers_with_a_forward_of_their_own_are_skipped():
     assert summary.skipped == {"0": "has a forward of its own"} and len(summary.layers) == 1
 
 
+class Adapted(nn.Module):
+    """As a layer of PEFT holds the layer of the model and its adapters."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 16)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(16, base_layer.out_features)})
+
+
+def test_adapters_stay_dense():
+    model = nn.Sequential(Adapted(nn.Linear(64, 64)), nn.Linear(64, 32))
+    summary = sparsify_(model, 16, 0.5)
+    assert [layer.name for layer in summary.layers] == ["0.base_layer", "1"]
+    reason = "is part of an adapter"
+    assert summary.skipped == {"0.lora_A.default": reason, "0.lora_B.default": reason}
+    assert type(model[0].lora_A["default"]) is nn.Linear
+
+
 def test_progress_is_shown_for_long_work_only(capsys, monkeypatch):
     from blackwell_sparsek.prune import sparsify as progress
 

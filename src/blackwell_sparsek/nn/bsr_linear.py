@@ -91,6 +91,8 @@ class BSRLinear(BSRWeight):
 
     DDP broadcasts buffers in every forward pass, and the layer then compares them, which waits for
     the GPU. Set `ddp.broadcast_buffers = False` after the first broadcast to avoid that.
+    `torch.optim.swa_utils.AveragedModel` must leave buffers alone (`use_buffers=False`, its
+    default): averages of indices, rounded to integers, are other blocks.
 
     Examples
     --------
@@ -384,6 +386,10 @@ density=0.25, bias=True, activation='gelu')
             got = self.values.dtype
             op = "BSRLinear.reset_parameters"
             raise InvalidInput(message(op, "values", problem, expected, got))
+        if self.values.is_meta:
+            # parameters may be there while the pattern has contents, as under accelerate's
+            # `init_empty_weights`
+            return
         pattern = self.pattern
         bound = initial_bounds(pattern)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Pruning during training: a schedule drops more and more blocks, and optimizers are updated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from ..sparse.scores import NORMS, block_norms, check_sparsity, keep_best, kept_
 
 # More than anyone counts to, and few enough for a schedule to compute with.
 MOST_STEPS = 2**63 - 1
+# Of the values of a layer: [nnz_blocks, bh, bw].
+BLOCK_DIMS = 3
 
 
 def shrink_(
@@ -39,13 +41,15 @@ def shrink_(
         One that holds `layer.values`. The new Parameter replaces the old one in its group and keeps
         the state of each remaining block (momenta, second moments, step counts), so that training
         continues as if the dropped blocks had never existed. Without it, create a new optimizer.
+        Optimizers with other copies of their parameters, such as LBFGS or
+        ZeroRedundancyOptimizer, would go on training the old one and are refused.
     norm, per_row : as in `block_magnitude`
 
     Raises
     ------
     InvalidInput
         If the sparsity is below the current one, the layer is in fp8, its values have hooks, or the
-        optimizer does not hold it.
+        optimizer does not hold it or cannot follow; nothing is changed then.
 
     Examples
     --------
@@ -75,6 +79,7 @@ def shrink_(
     if optimizer is not None:
         _check_optimizer(op, optimizer)
         _group_of(op, optimizer, old)
+        _check_follows(op, optimizer, old)
     if count == layer.nnz_blocks:
         return
     pattern = layer.pattern
@@ -103,6 +108,45 @@ def _group_of(op: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
     raise InvalidInput(message(op, "optimizer", problem, expected, type(optimizer).__name__))
 
 
+def _check_follows(op: str, optimizer: torch.optim.Optimizer, values: torch.Tensor) -> None:
+    """Refuse an optimizer that would not train a replacement of `values`, or not continue there."""
+    if name := _other_holder(optimizer, values, optimizer.param_groups):
+        problem = f"also holds the layer in {name!r}, and would go on training what it replaces"
+        expected = "one that has its parameters in its groups only, or a new one after pruning"
+        got = type(optimizer).__name__
+        raise InvalidInput(message(op, "optimizer", problem, expected, got))
+    for name, x in optimizer.state.get(values, {}).items():
+        if not (_is_shared(x) or _is_per_block(x, values)):
+            problem = f"has a state {name!r} that cannot be split into blocks"
+            got = str(list(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__
+            expected = f"state for each block, as [{values.shape[0]}, ...], or a new optimizer"
+            raise InvalidInput(message(op, "optimizer", problem, expected, got))
+
+
+def _other_holder(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, groups: list[dict[str, Any]]
+) -> str | None:
+    """The attribute in which an optimizer holds `parameter` besides in `groups`, or None."""
+    own = {id(groups), id(optimizer.state)}
+    for name, x in vars(optimizer).items():
+        # wrappers of an optimizer, as of accelerate, share its groups
+        if isinstance(x, torch.optim.Optimizer):
+            if x is not optimizer and (inner := _other_holder(x, parameter, groups)):
+                return f"{name}.{inner}"
+        elif id(x) not in own and _contains(x, parameter):
+            return name
+    return None
+
+
+def _contains(x: Any, tensor: torch.Tensor) -> bool:
+    """Whether nested containers hold `tensor`."""
+    if isinstance(x, Mapping):
+        return any(_contains(y, tensor) for pair in x.items() for y in pair)
+    if isinstance(x, list | tuple | set | frozenset):
+        return any(_contains(y, tensor) for y in x)
+    return x is tensor
+
+
 def _replace_parameter(
     optimizer: torch.optim.Optimizer,
     old: torch.Tensor,
@@ -121,8 +165,19 @@ def _replace_parameter(
 
 
 def _is_per_block(x: object, values: torch.Tensor) -> bool:
-    """Whether an item of state has an entry for each block: momenta do, step counts do not."""
-    return isinstance(x, torch.Tensor) and x.dim() == values.dim() and x.shape[0] == values.shape[0]
+    """Whether an item of state has an entry for each block, as momenta and factors of them do."""
+    if not isinstance(x, torch.Tensor) or x.dim() == 0 or x.shape[0] != values.shape[0]:
+        return False
+    # factored moments keep some of the dimensions of a block
+    dims = iter(values.shape[1:])
+    return all(size in dims for size in x.shape[1:] if size != 1)
+
+
+def _is_shared(x: object) -> bool:
+    """Whether an item of state belongs to all blocks alike, as step counts do."""
+    if isinstance(x, torch.Tensor):
+        return x.numel() == 1 or (x.dim() == BLOCK_DIMS and x.shape[0] == 1)
+    return not isinstance(x, Mapping | list | tuple)
 
 
 class GradualPruner:

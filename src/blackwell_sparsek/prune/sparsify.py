@@ -125,8 +125,8 @@ def sparsify_(
     -------
     SparsifySummary
         What was done to each linear layer, and why some were skipped: by `include` and `exclude`,
-        subclasses of Linear, and layers with shared weights, with hooks or with a `forward` of
-        their own, on which other code relies. Prints as a table.
+        subclasses of Linear, adapters of PEFT, and layers with shared weights, with hooks or with a
+        `forward` of their own, on which other code relies. Prints as a table.
 
     Raises
     ------
@@ -222,13 +222,15 @@ def _select(
         names_of.setdefault(module, []).append(name)
     layers: dict[nn.Linear, list[str]] = {}
     skipped: dict[str, str] = {}
-    owners = _owners(model)
+    owners, adapters = _owners(model), _adapters(model)
     for module, names in names_of.items():
         if not _any_matches(names, include):
             skipped[names[0]] = "is not included"
         elif _any_matches(names, exclude):
             pattern = next(p for p in exclude if _any_matches(names, [p]))
             skipped[names[0]] = f"is excluded by {pattern!r}"
+        elif module in adapters:
+            skipped[names[0]] = "is part of an adapter"
         elif reason := _why_not(module, owners):
             skipped[names[0]] = reason
         else:
@@ -247,6 +249,22 @@ def _owners(model: nn.Module) -> dict[torch.Tensor, int]:
         for parameter in module.parameters(recurse=False):
             counts[parameter] = counts.get(parameter, 0) + 1
     return counts
+
+
+def _adapters(model: nn.Module) -> set[nn.Module]:
+    """The layers of adapters for fine-tuning: small, and read by the layers of PEFT that own them.
+
+    These layers of PEFT hold the layer of the model as `base_layer`, and name the children that
+    are adapters.
+    """
+    return {
+        layer
+        for owner in model.modules()
+        if isinstance(getattr(owner, "base_layer", None), nn.Module)
+        for name, child in owner.named_children()
+        if name in getattr(owner, "adapter_layer_names", ())
+        for layer in child.modules()
+    }
 
 
 def _why_not(linear: nn.Linear, owners: dict[torch.Tensor, int]) -> str | None:

@@ -456,11 +456,11 @@ def _cluster_barrier(machine: Machine, instruction: Instruction) -> Step:
         if arrives:
             waiting = first.named.setdefault(-1, [])
             waiting.append(warp)
-            warp.cluster_round = waiting  # type: ignore[attr-defined]
+            warp.cluster_round = waiting
             if len(waiting) == machine.cluster * machine.num_warps:
                 first.named[-1] = []
         else:
-            round_ = warp.cluster_round  # type: ignore[attr-defined]
+            round_ = warp.cluster_round
             warp.waits = lambda: first.named.get(-1) is not round_
 
     return guarded(instruction, step)
@@ -536,7 +536,7 @@ def _bulk(machine: Machine, instruction: Instruction) -> Step:
     if "prefetch" in parts:
         return guarded(instruction, lambda warp, mask: None)
     if "tensor" not in parts:
-        raise EmulatorError(f"{'.'.join(parts)} is not known")
+        return _copy_bytes(machine, instruction)
     if parts.index("global") < next(i for i, x in enumerate(parts) if x.startswith("shared")):
         return _store_tensor(machine, instruction)
     return _load_tensor(machine, instruction)
@@ -615,6 +615,103 @@ def _store_tensor(machine: Machine, instruction: Instruction) -> Step:
 
         # as late as the kernel allows: a tile that is overwritten too early is stored wrong
         warp.stores[-1].append(store)
+
+    return guarded(instruction, step)
+
+
+def _copy_bytes(machine: Machine, instruction: Instruction) -> Step:
+    """cp.async.bulk from global memory to shared memory, without a tensor map."""
+    to, given, size, barrier, *_ = instruction.operands
+    if not isinstance(barrier, Address) or not instruction.parts[3].startswith("shared"):
+        raise EmulatorError(f"{'.'.join(instruction.parts)} is not known")
+    where, at, read = (address_of(machine, x) for x in (to, barrier, given))
+    length = source(machine, size, "b32")
+
+    def step(warp: Warp, mask: Any) -> None:
+        lane = _one_lane(mask)
+        address, start, count = (int(get(warp)[lane]) for get in (where, read, length))
+        block, place = machine.place(warp.block, address)
+        signal = warp.block.barrier(int(at(warp)[lane]))
+        if (address | start | count) & 15:
+            raise EmulatorError("a bulk copy of addresses or sizes that 16 does not divide")
+
+        def arrive() -> None:
+            addresses = np.uint64(start) + np.arange(count, dtype=np.uint64)
+            (content,) = machine.memory.load(addresses, 1, 1)
+            block.shared.set_bytes(place + np.arange(count), content)
+            signal.receive(count)
+
+        machine.later(arrive)
+
+    return guarded(instruction, step)
+
+
+def _copy_words(machine: Machine, instruction: Instruction) -> Step:
+    """cp.async of 4 to 16 bytes for each lane; the bytes arrive as late as the kernel allows."""
+    parts, operands = instruction.parts, instruction.operands
+    if "commit_group" in parts:
+        return guarded(instruction, lambda warp, mask: warp.copies.append([]))
+    if "wait_group" in parts or "wait_all" in parts:
+        pending = operands[0] if operands else 0
+
+        def wait(warp: Warp, mask: Any) -> None:
+            if "wait_all" in parts:
+                warp.copies.append([])
+            while len(warp.copies) > pending + 1:
+                for copy in warp.copies.pop(0):
+                    copy()
+
+        return guarded(instruction, wait)
+    if "mbarrier" in parts:
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
+    to, given, size, *rest = operands
+    where, read = address_of(machine, to), address_of(machine, given)
+    filled = source(machine, rest[0] if rest else size, "b32")
+
+    def step(warp: Warp, mask: Any) -> None:
+        chosen = _lanes(mask)
+        places, addresses = _local(where(warp))[chosen], read(warp)[chosen]
+        bytes_of = filled(warp)[chosen]
+        shared = warp.block.shared
+
+        def copy() -> None:
+            for place, address, count in zip(places, addresses, bytes_of, strict=True):
+                if int(place) % size or (count and int(address) % size):
+                    raise EmulatorError(f"misaligned copy of {size} bytes")
+                content = np.zeros(size, np.uint8)
+                if count:
+                    at = np.uint64(address) + np.arange(int(count), dtype=np.uint64)
+                    (content[: int(count)],) = machine.memory.load(at, 1, 1)
+                shared.set_bytes(int(place) + np.arange(size), content)
+
+        warp.copies[-1].append(copy)
+
+    return guarded(instruction, step)
+
+
+def _store_and_signal(machine: Machine, instruction: Instruction) -> Step:
+    """st.async: a store to shared memory of the cluster that an mbarrier counts."""
+    parts = instruction.parts
+    to, given, barrier = instruction.operands
+    size = _word_bytes(parts)
+    items = given if isinstance(given, tuple) else (given,)
+    reads = [source(machine, x, f"b{8 * size}") for x in items]
+    where, at = address_of(machine, to), address_of(machine, barrier)
+
+    def step(warp: Warp, mask: Any) -> None:
+        chosen = np.flatnonzero(np.ones(LANES, np.bool_) if mask is None else mask)
+        addresses, signals = where(warp)[chosen], at(warp)[chosen]
+        kind = UNSIGNED[f"b{8 * size}"]
+        content = [get(warp)[chosen].astype(kind) for get in reads]
+        memory, places = _shared(warp, addresses), _local(addresses)
+        counted = [warp.block.barrier(int(x)) for x in signals]
+
+        def arrive() -> None:
+            memory.store(places, size, content)
+            for signal in counted:
+                signal.receive(size * len(content))
+
+        machine.later(arrive)
 
     return guarded(instruction, step)
 
@@ -722,6 +819,34 @@ def _product(machine: Machine, instruction: Instruction) -> Step:
     return guarded(instruction, step)
 
 
+def _warp_product(machine: Machine, instruction: Instruction) -> Step:
+    """mma.sync: 16 rows by 8 columns, operands in registers."""
+    parts = instruction.parts
+    to, first, second, third = instruction.operands
+    kind = parts[7]
+    if parts[6] not in ("f32",) or kind not in ("f16", "bf16", "e4m3") or len(first) != 4:
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
+    reads = [source(machine, x, "b32") for x in first]
+    columns = [source(machine, x, "b32") for x in second]
+    sums = [source(machine, x, "b32") for x in third]
+    row, column = hopper.fragment_places(8)
+
+    def step(warp: Warp, mask: Any) -> None:
+        if mask is not None:
+            raise EmulatorError("mma.sync by some lanes of a warp")
+        a = hopper.factor_from_registers([get(warp) for get in reads], kind)
+        low, high = (get(warp) for get in columns)
+        # lane 4n + t of the second factor holds what lane 4r + t of the first does
+        b = hopper.factor_from_registers([low, low, high, high], kind)[:8]
+        old = np.stack([get(warp) for get in sums]).view(np.float32)
+        with np.errstate(all="ignore"):
+            product = (a @ b.T)[row, column] + old
+        for register, x in zip(to, product, strict=True):
+            warp.set(register, np.ascontiguousarray(x).view(np.uint32), None)
+
+    return guarded(instruction, step)
+
+
 _HANDLERS: dict[str, Callable[[Machine, Instruction], Step]] = {
     "bra": _branch,
     "brx": _branch_by_index,
@@ -745,6 +870,7 @@ _HANDLERS: dict[str, Callable[[Machine, Instruction], Step]] = {
     "stmatrix": _matrix_rows,
     "ldmatrix": _matrix_rows,
     "wgmma": _wgmma,
+    "mma": _warp_product,
 }
 
 
@@ -754,8 +880,11 @@ def compiled(machine: Machine, instruction: Instruction, at: int) -> Step:
     try:
         if name in _NOTHING:
             return guarded(instruction, lambda warp, mask: None)
-        if name == "cp" and "bulk" in instruction.parts:
-            return _bulk(machine, instruction)
+        if name == "cp":
+            asked = _bulk if "bulk" in instruction.parts else _copy_words
+            return asked(machine, instruction)
+        if name == "st" and "async" in instruction.parts:
+            return _store_and_signal(machine, instruction)
         handler = _HANDLERS.get(name)
         if handler is not None:
             return handler(machine, instruction)

@@ -49,6 +49,8 @@ class Warp:
         """Where lanes wait in a loop, which others of the warp may have to end."""
         self.products: list[list[Any]] = [[]]
         self.stores: list[list[Any]] = [[]]
+        self.copies: list[list[Any]] = [[]]
+        self.cluster_round: Any = None
 
     def active(self) -> Any:
         """The lanes that run next, None if all do."""
