@@ -135,6 +135,8 @@ def torch_on(monkeypatch, tmp_path):
         for name in devices:
             (tmp_path / name).touch()
         monkeypatch.setattr(torch.version, "cuda", cuda)
+        # dlopen takes None for the program itself: a driver that can be loaded
+        monkeypatch.setattr(compat, "_DRIVER", None)
         monkeypatch.setattr(compat, "_GPU_DEVICES", f"{tmp_path}/nvidia[0-9]*")
         return tmp_path
 
@@ -147,6 +149,19 @@ def test_a_torch_without_cuda_beside_a_gpu(torch_on):
     assert compat.why_torch_misses_gpu() == (
         f"this machine has an NVIDIA GPU ({folder}/nvidia1), but torch {torch.__version__} is "
         "built without CUDA: install a build with it (https://pytorch.org/get-started)"
+    )
+
+
+def test_a_gpu_without_its_driver(torch_on, monkeypatch):
+    folder = torch_on("13.0", "nvidia0")
+    monkeypatch.setattr(compat, "_DRIVER", "libmissing.so.1")
+    reason = compat.why_torch_misses_gpu()
+    assert reason.startswith(
+        f"this machine has an NVIDIA GPU ({folder}/nvidia0), but libmissing.so.1 of its driver "
+        "cannot be loaded ("
+    )
+    assert reason.endswith(
+        "): install the driver, or give the container its libraries (docker run --gpus all)"
     )
 
 

@@ -29,7 +29,7 @@ def test_expand():
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_runs_agree_with_the_classification_of_tiles(band, p):
     runs = band_runs(band, p)
-    (bq, bk), (mb, nb) = p.block, p.grid
+    (bq, bk), (mb, nb) = p.block, p.grid()
     for r, c in itertools.product(range(mb), range(nb)):
         kind = "empty"
         if runs.start[r] <= c < runs.end[r]:

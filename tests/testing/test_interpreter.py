@@ -126,6 +126,35 @@ def test_bf16_arithmetic_is_refused(how):
         _misuse_kernel[(1,)](torch.empty(16).bfloat16(), x.bfloat16(), how, 16)
 
 
+@triton.jit
+def _scalar_in_mask_kernel(out_ptr, x_ptr, keep, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    live = (tl.load(x_ptr) > 0) & (offs < keep)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, live, other=7), ~(live & (keep < 0)))
+
+
+def test_comparisons_of_scalars_make_masks(monkeypatch):
+    """Triton 3.9 refuses a mask of int32; older releases take one, so its type is looked at."""
+    from triton.runtime import interpreter as upstream
+
+    masks = set()
+
+    def noting(access, place):
+        def noted(self, *args):
+            masks.add((str(args[place].data.dtype), str(args[place].dtype)))
+            return access(self, *args)
+
+        return noted
+
+    builder = type(upstream.interpreter_builder)
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        monkeypatch.setattr(builder, name, noting(getattr(builder, name), place))
+    x, out = torch.arange(1, 9, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    _scalar_in_mask_kernel[(1,)](out, x, 5, 8)
+    assert out.tolist() == [1, 2, 3, 4, 5, 7, 7, 7]
+    assert masks == {("bool", "int1")}
+
+
 def test_range_over_an_argument_works():
     out = torch.zeros(1, dtype=torch.int32)
     _count_kernel[(1,)](out, 5)

@@ -3,6 +3,7 @@
 It imports neither: programs without torch ask for the release of Triton too.
 """
 
+import ctypes
 import glob
 import importlib
 import importlib.metadata
@@ -22,6 +23,8 @@ WARPS_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
 SPILLS_TRITON = (3, 6)
 # What Linux calls the GPUs that NVIDIA's driver serves.
 _GPU_DEVICES = "/dev/nvidia[0-9]*"
+# The library of NVIDIA's driver that torch needs; containers can lack it although they have a GPU.
+_DRIVER = "libcuda.so.1"
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -91,13 +94,24 @@ def why_torch_misses_gpu() -> str | None:
     """Say that torch cannot use the NVIDIA GPU of this machine, or None: it can, or has none."""
     import torch
 
-    found = sorted(glob.glob(_GPU_DEVICES)) if torch.version.cuda is None else []
+    found = sorted(glob.glob(_GPU_DEVICES))
     if not found:
         return None
-    return (
-        f"this machine has an NVIDIA GPU ({found[0]}), but torch {torch.__version__} is built "
-        "without CUDA: install a build with it (https://pytorch.org/get-started)"
-    )
+    there = f"this machine has an NVIDIA GPU ({found[0]}), but"
+    if torch.version.cuda is None:
+        return (
+            f"{there} torch {torch.__version__} is built without CUDA: install a build with it "
+            "(https://pytorch.org/get-started)"
+        )
+    # not `torch.cuda.is_available`: it starts CUDA, which forked processes then cannot use
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        return (
+            f"{there} {_DRIVER} of its driver cannot be loaded ({error}): install the driver, or "
+            "give the container its libraries (docker run --gpus all)"
+        )
+    return None
 
 
 def _why_unknown(what: str, known: tuple[tuple[int, int], ...]) -> str | None:

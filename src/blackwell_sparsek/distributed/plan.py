@@ -458,7 +458,7 @@ def tile_work(mask: BlockMask | Band, seq_length: int, tile: int) -> torch.Tenso
         p = Problem((seq_length, seq_length), (SMALLEST_TILE, SMALLEST_TILE))
         runs = band_runs(mask, p)
         counts, block = (runs.end - runs.start).double(), p.block
-        q_blocks = torch.arange(p.grid[0], device="cpu")
+        q_blocks = torch.arange(p.grid()[0], device="cpu")
     else:
         lists, block = mask.forward, mask.block_size
         counts = (lists.indptr[1:] - lists.indptr[:-1]).cpu().double()

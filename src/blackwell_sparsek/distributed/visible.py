@@ -115,9 +115,9 @@ class Visible:
             ids[partial] = self._bits.ids(owned[rows], cols[partial])
             return Entries(lists.row_indices(), cols, ids, self._bits.pool)
         assert self._entries is not None
-        local = torch.full((self._problem.grid[0],), -1, device="cpu")
+        local = torch.full((self._problem.grid()[0],), -1, device="cpu")
         local[owned] = torch.arange(owned.numel(), device="cpu")
-        mb = max(self._problem.grid[0], 1)
+        mb = max(self._problem.grid()[0], 1)
         at = local[self._entries.rows % mb]
         found = self._entries.select(at >= 0)
         masks = found.rows // mb
@@ -125,7 +125,7 @@ class Visible:
 
     def needed(self, q_heads_per_kv: int = 1) -> torch.Tensor:
         """Which blocks of keys each rank sees: bool [ranks, B or 1, Hkv or 1, Nb]."""
-        ranks, (mb, nb) = self.plan.world_size, self._problem.grid
+        ranks, (mb, nb) = self.plan.world_size, self._problem.grid()
         owner = torch.empty(mb, dtype=torch.int64, device="cpu")
         for rank in range(ranks):
             owner[self.plan.blocks(rank, self.block[0])] = rank
@@ -147,7 +147,7 @@ class Visible:
 
     def work(self) -> torch.Tensor:
         """Kept blocks of the queries of each rank, over batch and heads; float64 [ranks]."""
-        mb = max(self._problem.grid[0], 1)
+        mb = max(self._problem.grid()[0], 1)
         if self._runs is not None:
             counts = (self._runs.end - self._runs.start).double()
         else:
@@ -161,7 +161,7 @@ class Visible:
 
         `entries` are those of `of_rank`.
         """
-        nb = self._problem.grid[1]
+        nb = self._problem.grid()[1]
         position = torch.full((nb,), -1, device="cpu")
         position[columns] = torch.arange(columns.numel(), device="cpu")
         at = position[entries.cols]
@@ -181,7 +181,7 @@ class Visible:
     def whole(self) -> BlockMask:
         """The mask of the whole sequence."""
         assert self._entries is not None
-        found, (mb, nb) = self._entries, self._problem.grid
+        found, (mb, nb) = self._entries, self._problem.grid()
         lists = lists_from_blocks(
             found.rows, found.cols, found.bits_id, self.batch * self.heads * mb, nb
         )
@@ -203,7 +203,7 @@ def _entries_of(mask: BlockMask) -> Entries:
 def _cut(entries: Entries, band: Band, p: Problem) -> Entries:
     """The entries inside a band, those on its edges cut to the element."""
     runs = band_runs(band, p)
-    q_block = entries.rows % max(p.grid[0], 1)
+    q_block = entries.rows % max(p.grid()[0], 1)
     inside = (entries.cols >= runs.start[q_block]) & (entries.cols < runs.end[q_block])
     entries, q_block = entries.select(inside), q_block[inside]
     cols = entries.cols
@@ -216,9 +216,9 @@ def _cut(entries: Entries, band: Band, p: Problem) -> Entries:
 
 def _intersect(entries: Entries, other: Entries, p: Problem) -> Entries:
     """The entries that a second mask, one for all batches and heads, shows as well."""
-    nb = max(p.grid[1], 1)
+    nb = max(p.grid()[1], 1)
     keys, order = torch.sort(other.rows * nb + other.cols)
-    wanted = (entries.rows % max(p.grid[0], 1)) * nb + entries.cols
+    wanted = (entries.rows % max(p.grid()[0], 1)) * nb + entries.cols
     at = torch.searchsorted(keys, wanted).clamp(max=max(keys.numel() - 1, 0))
     both = keys[at] == wanted if keys.numel() else torch.zeros_like(wanted, dtype=torch.bool)
     return _with_bits(entries.select(both), other.bits_id[order[at[both]]], other.pool)

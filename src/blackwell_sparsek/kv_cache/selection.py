@@ -48,12 +48,23 @@ class PageSummaries(NamedTuple):
     @property
     def kind(self) -> str:
         """`minmax` or `mean`."""
-        return "mean" if self.low is self.high else "minmax"
+        return _kind(self)
 
     @property
     def paged(self) -> bool:
         """Whether a page table says which pages belong to which sequence."""
-        return self.low.dim() == 3
+        return _paged(self)
+
+
+# Functions, because the compiler of torch 2.10 does not trace properties of named tuples.
+
+
+def _kind(summaries: PageSummaries) -> str:
+    return "mean" if summaries.low is summaries.high else "minmax"
+
+
+def _paged(summaries: PageSummaries) -> bool:
+    return summaries.low.dim() == 3
 
 
 torch.serialization.add_safe_globals([PageSummaries])
@@ -134,7 +145,7 @@ def page_summaries(
     inputs: tuple[Any, ...] = ()
     options: tuple[Any, ...] = (kv_block_size, kind, new_tokens, impl)
     if isinstance(out, PageSummaries):
-        high = None if out.kind == "mean" else out.high
+        high = None if _kind(out) == "mean" else out.high
         inputs = (out.low, high, k_cache, cache_seqlens, page_table)
         options = (out.page_size, *options)
         if repeat(_UPDATES, options, inputs) is not None:
@@ -161,7 +172,7 @@ def page_summaries(
         out = empty_summaries(k_cache, kind, page_size, paged=page_table is not None)
     else:
         _check_out(op, out, k_cache, kind, page_size, paged=page_table is not None)
-    high = None if out.kind == "mean" else out.high
+    high = None if _kind(out) == "mean" else out.high
     call = SummariesCall(out.low, high, k_cache, cache_seqlens, page_table, page_size, new_tokens)
     if inputs:
         record(_UPDATES, options, inputs, _summarise, call, impl, operands=1)
@@ -244,7 +255,7 @@ def topk_pages(
     if not isinstance(summaries, PageSummaries):
         got = type(summaries).__name__
         raise InvalidType(message(op, "summaries", "have a wrong type", "PageSummaries", got))
-    if summaries.paged == (page_table is None):
+    if _paged(summaries) == (page_table is None):
         expected = "one for summaries of pages, None for those of a contiguous cache"
         raise InvalidInput(message(op, "page_table", "does not fit", expected, page_table is None))
     batch = _check_lengths(op, cache_seqlens, page_table)
@@ -255,7 +266,7 @@ def topk_pages(
     if heads == 0 or q.shape[1] % heads:
         expected = f"a multiple of the {heads} KV heads"
         raise InvalidInput(message(op, "q", "has a wrong number of heads", expected, q.shape[1]))
-    if not summaries.paged and low.shape[0] != batch:
+    if not _paged(summaries) and low.shape[0] != batch:
         got = list(low.shape)
         raise InvalidInput(message(op, "summaries", "have a wrong batch", batch, got))
     check_same_device(
@@ -325,8 +336,8 @@ def _check_out(
     check_dtype(op, "out.low", out.low, [expected.low.dtype])
     _check_pair(op, "out", out)
     check_same_device(op, {"k_cache": k_cache, "out": out.low})
-    if (out.kind, out.page_size) != (kind, page_size):
-        wanted, got = f"{kind} of {page_size} tokens", f"{out.kind} of {out.page_size}"
+    if ((found := _kind(out)), out.page_size) != (kind, page_size):
+        wanted, got = f"{kind} of {page_size} tokens", f"{found} of {out.page_size}"
         raise InvalidInput(message(op, "out", "is of another kind", wanted, got))
 
 

@@ -14,6 +14,7 @@ from ..core.sizes import cdiv as cdiv
 from ..core.torch_private import raw_device, raw_stream
 from .assembler import assembler_options
 from .compile_hooks import constants_as_text
+from .interpreted import comparisons_are_bits
 from .prepared import COMPILE_OPTIONS
 from .recording import Launch, current_recording
 from .variants import Launchable, current_sm, find_variant, for_triton
@@ -52,6 +53,6 @@ def launch_kernel(
     if cluster > 1:
         raise RuntimeError("Triton's front end does not launch single programs in clusters")
     options = COMPILE_OPTIONS | assembler_options(kernel, current_sm()) | options
-    with constants_as_text():
+    with constants_as_text(), comparisons_are_bits():
         kernel[(grid,)](*map(for_triton, args), **options)
     return None

@@ -26,17 +26,18 @@ FAR = 2**31
 
 
 class Problem(NamedTuple):
-    """The sizes that a pattern is made for."""
+    """The sizes that a pattern is made for.
+
+    It has no properties: the compiler of torch 2.10 does not trace those of named tuples.
+    """
 
     seq: IntPair
     block: IntPair
 
-    @property
     def grid(self) -> IntPair:
         """(Mb, Nb): blocks of queries and of keys."""
         return cdiv(self.seq[0], self.block[0]), cdiv(self.seq[1], self.block[1])
 
-    @property
     def shift(self) -> int:
         """Position of query 0, with the last query aligned to the last key."""
         return self.seq[1] - self.seq[0]
@@ -45,7 +46,7 @@ class Problem(NamedTuple):
         """Positions of the first and last query of each block."""
         start = q_blocks * self.block[0]
         end = (start + self.block[0]).clamp(max=self.seq[0])
-        return start + self.shift, end - 1 + self.shift
+        return start + self.shift(), end - 1 + self.shift()
 
 
 class Runs(NamedTuple):
@@ -72,14 +73,14 @@ def runs_of_keys(
     end = torch.where(some_start < some_end, (some_end + bk - 1) // bk, start)
     full_start = ((every_start.clamp(max=sk) + bk - 1) // bk).clamp(start, end)
     # a last block that is cut short is full if all of its existing keys are visible
-    full_end = torch.where(every_end >= sk, p.grid[1], every_end // bk).clamp(full_start, end)
+    full_end = torch.where(every_end >= sk, p.grid()[1], every_end // bk).clamp(full_start, end)
     return Runs(start, full_start, full_end, end)
 
 
 def band_runs(band: Band, p: Problem, device: torch.device = CPU) -> Runs:
     """The runs of a band."""
     left, right = band.scalars()
-    first, last = p.positions(torch.arange(p.grid[0], device=device))
+    first, last = p.positions(torch.arange(p.grid()[0], device=device))
     sk = p.seq[1]
     some = (first - left).clamp(0, sk), (last + right + 1).clamp(0, sk)
     every = (last - left).clamp(0, sk), (first + right + 1).clamp(0, sk)
@@ -145,9 +146,9 @@ class BandBits:
 
     def ids(self, q_blocks: torch.Tensor, kv_blocks: torch.Tensor) -> torch.Tensor:
         """Row of the pool for each of these partial blocks, int64."""
-        mb, nb = self._p.grid
+        mb, nb = self._p.grid()
         bq, bk = self._p.block
-        distance = q_blocks * bq + self._p.shift - kv_blocks * bk
+        distance = q_blocks * bq + self._p.shift() - kv_blocks * bk
         where = torch.searchsorted(self._distances, distance)
         short = (q_blocks == mb - 1) if len(self._heights) == 2 else torch.zeros_like(where)
         narrow = (kv_blocks == nb - 1) if len(self._widths) == 2 else torch.zeros_like(where)
@@ -171,7 +172,7 @@ def blocks_mask(
 
     The blocks, int64 `[nnz]`, are sorted by row and column, and each has visible elements.
     """
-    mb, nb = p.grid
+    mb, nb = p.grid()
     batch, heads = batch_heads
     num_rows = batch * heads * mb
     full = torch.full_like(cols, -1)

@@ -277,13 +277,13 @@ def random(
     if density > 0:
         counts = torch.maximum(counts, limit.clamp(max=1))
     check_entry_count(int(counts.sum()))
-    rows, cols = _sample_blocks(limit, counts, p.grid[1], generator)
+    rows, cols = _sample_blocks(limit, counts, p.grid()[1], generator)
     return _placed(blocks_mask(rows, cols, p, causal, (batch, heads)), device)
 
 
 def _own_blocks(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """First and last key block at the positions of each query block; may be outside 0 .. Nb."""
-    first, last = p.positions(torch.arange(p.grid[0], device=CPU))
+    first, last = p.positions(torch.arange(p.grid()[0], device=CPU))
     bk = p.block[1]
     return first.div(bk, rounding_mode="floor"), last.div(bk, rounding_mode="floor")
 
@@ -296,7 +296,7 @@ def _visible_blocks(op: str, p: Problem, causal: bool) -> torch.Tensor:
 def _keys(p: Problem, starts: torch.Tensor, lengths: torch.Tensor, step: int = 1) -> torch.Tensor:
     """`row * Nb + column` of the blocks in one run of each row."""
     check_entry_count(int(lengths.sum()))
-    first_keys = torch.arange(p.grid[0], device=CPU) * p.grid[1]
+    first_keys = torch.arange(p.grid()[0], device=CPU) * p.grid()[1]
     return expand(first_keys + starts, lengths, step)
 
 
@@ -310,7 +310,7 @@ def _local_keys(
 
 def _union_mask(keys: list[torch.Tensor], p: Problem, causal: bool) -> BlockMask:
     union = torch.unique(torch.cat(keys))
-    nb = max(p.grid[1], 1)
+    nb = max(p.grid()[1], 1)
     return blocks_mask(union // nb, union % nb, p, causal)
 
 

@@ -53,7 +53,7 @@ def segments(
     tensor([0, 1, 1], dtype=torch.int32)
     """
     p = Problem((q_segment.shape[1], k_segment.shape[1]), block_size)
-    (bq, bk), (mb, nb) = p.block, p.grid
+    (bq, bk), (mb, nb) = p.block, p.grid()
     q, k = _in_blocks(q_segment, bq), _in_blocks(k_segment, bk)
     q_low, q_high = (x[:, None, :, None] for x in q.aminmax(dim=2))
     k_low, k_high = (x[:, None, None, :] for x in k.aminmax(dim=2))
@@ -106,7 +106,7 @@ def selected_blocks(
     tensor([[[16, 32]]])
     """
     p = Problem(seq_lengths, block_size)
-    (bq, bk), (mb, nb) = p.block, p.grid
+    (bq, bk), (mb, nb) = p.block, p.grid()
     if visible_keys is not None:
         in_blocks = pad(visible_keys, (0, nb * bk - p.seq[1])).view(-1, nb, bk)
         selected = selected & in_blocks.any(2)[:, None, None]
@@ -206,7 +206,7 @@ def _mask(
     p: Problem,
 ) -> BlockMask:
     """The mask of blocks (row, col); `partial` ones have `bits`, cleared past the sequences."""
-    (sq, sk), (bq, bk), (mb, nb) = p.seq, p.block, p.grid
+    (sq, sk), (bq, bk), (mb, nb) = p.seq, p.block, p.grid()
     batch, heads = batch_heads
     row, col = rows[partial], cols[partial]
     bits = bits & existing_bits(sq - row % max(mb, 1) * bq, sk - col * bk, p.block)
@@ -301,8 +301,8 @@ def documents(
         mask_rows[keep],
         lists.indices[keep].long(),
         lists.bits_id[keep].long(),
-        p.grid[0],
-        p.grid[1],
+        p.grid()[0],
+        p.grid()[1],
     )
     return BlockMask._from_parts(lists, pool, 1, 1, p.seq, block).to(cu_seqlens.device)
 
@@ -345,7 +345,7 @@ def _document_runs(lo: torch.Tensor, hi: torch.Tensor, p: Problem) -> Runs:
 
 def _query_blocks(x: torch.Tensor, p: Problem, fill: int) -> torch.Tensor:
     """View `[Sq]` as `[Mb, bq]`, with `fill` for queries that do not exist."""
-    mb, bq = p.grid[0], p.block[0]
+    mb, bq = p.grid()[0], p.block[0]
     return torch.nn.functional.pad(x, (0, mb * bq - x.numel()), value=fill).view(mb, bq)
 
 

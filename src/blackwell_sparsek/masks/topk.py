@@ -120,8 +120,8 @@ def topk(
     block = check_block_size(op, block_size)
     given = (mb * block[0], nb * block[1]) if seq_lengths is None else seq_lengths
     p = Problem(check_seq_lengths(op, given), block)
-    if p.grid != (mb, nb):
-        got = f"seq_lengths {p.seq} in blocks of {block}, which are {p.grid[0]} x {p.grid[1]}"
+    if p.grid() != (mb, nb):
+        got = f"seq_lengths {p.seq} in blocks of {block}, which are {p.grid()[0]} x {p.grid()[1]}"
         raise InvalidInput(message(op, "scores", "do not match", f"{mb} x {nb} blocks", got))
     check_count(op, "k", k, at_least=1)
     if k > nb:
@@ -189,13 +189,13 @@ def _by_kernels(scores: torch.Tensor, k: int, p: Problem, causal: bool, count: i
 
 def _cut(p: Problem, device: torch.device) -> _Cut:
     def make() -> _Cut:
-        q_blocks = torch.arange(p.grid[0], device=device).unsqueeze(-1)
-        kv_blocks = torch.arange(p.grid[1], device=device)
+        q_blocks = torch.arange(p.grid()[0], device=device).unsqueeze(-1)
+        kv_blocks = torch.arange(p.grid()[1], device=device)
         hidden = kv_blocks >= band_runs(Band(None, 0), p, device).end.unsqueeze(-1)
-        bits_id, pool = causal_bits(q_blocks, kv_blocks.expand(p.grid), p)
+        bits_id, pool = causal_bits(q_blocks, kv_blocks.expand(p.grid()), p)
         return _Cut(hidden, (bits_id + 2).masked_fill(hidden, 0).to(torch.int32), pool)
 
-    too_large = p.grid[0] * p.grid[1] > MAX_CUT_BLOCKS
+    too_large = p.grid()[0] * p.grid()[1] > MAX_CUT_BLOCKS
     if too_large or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return make()
     key = (p, device, raw_stream(device.index))
@@ -208,10 +208,10 @@ def _cut(p: Problem, device: torch.device) -> _Cut:
 
 def _count_on_host(p: Problem, k: int, causal: bool) -> int:
     """Blocks of one mask whose rows keep `k` blocks, or all visible ones; no tensor is read."""
-    (sq, sk), (bq, bk), (mb, _) = p.seq, p.block, p.grid
+    (sq, sk), (bq, bk), (mb, _) = p.seq, p.block, p.grid()
     if not causal:
         return mb * k
-    visible_keys = np.clip(np.minimum((np.arange(mb) + 1) * bq, sq) + p.shift, 0, sk)
+    visible_keys = np.clip(np.minimum((np.arange(mb) + 1) * bq, sq) + p.shift(), 0, sk)
     return int(np.minimum(-(-visible_keys // bk), k).sum())
 
 

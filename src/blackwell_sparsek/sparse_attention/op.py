@@ -124,7 +124,7 @@ def operator_arguments(call: SparseAttentionCall, impl: str) -> Arguments:
         spec.page_table,
         spec.cache_seqlens,
         [chosen.granularity, chosen.kv_len, spec.max_q, spec.max_k],
-        spec.limit_right,
+        spec.limit.scalars()[1],  # the compiler of torch 2.10 does not trace properties of it
         [] if spec.local is None else [*spec.local.scalars()],
         spec.scale,
         spec.softcap,

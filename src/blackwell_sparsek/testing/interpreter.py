@@ -11,6 +11,7 @@ integers: products of bf16 tiles are garbage without an error, and casts to bf16
 - arithmetic and reductions on bf16 values raise `TypeError`. Kernels of this package compute in
   fp32, so bf16 arithmetic means that a cast is missing.
 
+Comparisons give int1, as `launch.interpreted` says, also in kernels that a test launches itself.
 Triton before 3.8 also turns one-element arrays into indices in a way that numpy 2.4 refuses, so
 that `range(0, n)` over an argument fails; that is fixed here as well.
 """
@@ -25,6 +26,7 @@ import numpy as np
 
 from ..core.env import triton_interpreted
 from ..core.torch_state import bf16_mended
+from ..launch.interpreted import comparisons_are_bits
 
 # Builder methods that compute with values. Selects are allowed: they only move bits.
 _ARITHMETIC = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_atomic_rmw")
@@ -53,6 +55,7 @@ def interpreter_checks() -> Iterator[None]:
 
     checked = dataclasses.replace(builder.options, debug=True, sanitize_overflow=True)
     with ExitStack() as stack:
+        stack.enter_context(comparisons_are_bits())
         stack.enter_context(mock.patch.object(builder, "options", checked))
         for name in _ARITHMETIC:
             if hasattr(cls, name):

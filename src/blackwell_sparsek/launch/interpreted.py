@@ -1,0 +1,33 @@
+"""What Triton's interpreter needs to run the kernels that are launched here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from ..core.env import triton_interpreted
+
+
+@contextmanager
+def comparisons_are_bits() -> Iterator[None]:
+    """Inside, results of comparisons in interpreted kernels are of type int1, as in compiled ones.
+
+    The interpreter gives them the type of what was compared. A scalar that is combined with a mask
+    makes the mask int32 then, which loads and stores take until Triton 3.8 and refuse from 3.9 on.
+    """
+    if not triton_interpreted():
+        yield
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = type(interpreter.interpreter_builder)
+    compute = builder.binary_op
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        result = compute(self, lhs, rhs, op)
+        return type(result)(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+
+    with mock.patch.object(builder, "binary_op", binary_op):
+        yield
