@@ -6,8 +6,12 @@ from typing import Any
 import torch
 
 from ...attention.api import attention_varlen
+from ...attention.inputs import MAX_HEAD_DIM
 from ...core.errors import InvalidInput, Unsupported
+from ...core.fp8 import E4M3
+from ...core.torch_state import cast_operand
 from ...decode.api import attention_decode
+from ...decode.portable_tuning import LARGEST_HEAD_DIM
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
 from ...masks.segments import every_key_block
@@ -17,6 +21,7 @@ from .fp8 import Fp8, attend_prompt, check_scales, decode_scales, refuse_in_fp8
 from .visible_keys import (
     OP,
     VisibleKeys,
+    attentions_of,
     block_size_for,
     listed_tokens,
     visible_of_user,
@@ -40,6 +45,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
@@ -63,6 +69,9 @@ def attention_forward(
         As they come from the cache, which may hold more slots than tokens.
     attention_mask : VisibleKeys, a ready 4-D mask of the user, or None
         None shows all keys up to the query's position; the last query is at the last key.
+    s_aux : `[Hq]`, optional
+    sinks : `[B, Hq, Sq, 1]`, optional
+        Logits of sinks: one for each head, or one for each query.
     indices : int `[B, Sq, n]`, optional
         The keys that each query selected, -1 for none.
 
@@ -73,15 +82,24 @@ def attention_forward(
     """
     refuse(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     check_scales(fp8, key)
+    if key.dtype != E4M3:
+        # caches too, in which autocast can leave keys and values of two dtypes
+        query, key, value = cast_operand(query), cast_operand(key), cast_operand(value)
+    if sinks is not None and s_aux is not None:
+        raise Unsupported(f"{OP}: sinks together with s_aux; leave out one of the two")
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    dims = (query.shape[3], value.shape[3])
+    if sinks is not None:
+        options["sinks"] = sinks
     if indices is not None or block_indices is not None:
         refuse_in_fp8(key, "selected keys")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         refuse_in_fp8(key, "cu_seq_lens_q")
         if indices is not None or block_indices is not None:
             raise Unsupported(f"{OP}: cu_seq_lens_q together with indices of selected keys")
-        refuse_dense("cu_seq_lens_q", why_dense(dropout, output_attentions, position_bias, None))
+        reason = why_dense(dropout, output_attentions, position_bias, None, sinks)
+        refuse_dense("cu_seq_lens_q", reason)
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         given = (causal, sliding_window, block_sparse)
         return _packed(query, key, value, attention_mask, lengths, *given, options)
@@ -96,6 +114,9 @@ def attention_forward(
         plan = visible_of_user(attention_mask, query, key)
         key, value = key[:, :, : plan.kv_length], value[:, :, : plan.kv_length]
     plan.check_layer(query, key)
+    ready = block_sparse is not None and causal and isinstance(attention_mask, torch.Tensor)
+    if ready and not attentions_of(type(getattr(module, "config", None))):
+        raise Unsupported(f"{OP}: block_sparse in a model that supports eager attention alone")
     if block_sparse is not None and plan.is_evaluated and causal:
         raise Unsupported(
             f"{OP}: block_sparse together with a mask that is evaluated element by element "
@@ -107,7 +128,12 @@ def attention_forward(
         if block_sparse is not None:
             raise Unsupported(f"{OP}: block_sparse in a layer that selects its keys by itself")
         plan = plan.limited_to(indices)
-    reason = why_dense(dropout, output_attentions, position_bias, plan.bias)
+    reason = why_dense(dropout, output_attentions, position_bias, plan.bias, sinks)
+    # the decode kernel takes larger heads
+    if reason is None and max(dims) > MAX_HEAD_DIM and not _decodes(plan, query, key, value):
+        reason = f"heads of {max(dims)}, above {MAX_HEAD_DIM}"
+    if position_bias is not None and position_bias.shape[-1] == plan.kv_length:
+        position_bias = position_bias[..., : plan.key_length]
     if plan.key_length != plan.kv_length:
         key, value = key[:, :, : plan.key_length], value[:, :, : plan.key_length]
     refuse_in_fp8(key, reason)
@@ -136,6 +162,17 @@ def attention_forward(
     window = (band.left, band.right)
     out = attend_prompt(query, key, value, fp8, window=window, block_mask=block_mask, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _decodes(
+    plan: VisibleKeys, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> bool:
+    """Whether `attend_one` runs the decode kernel, whatever is visible."""
+    if plan.lengths is None or max(query.shape[3], value.shape[3]) > LARGEST_HEAD_DIM:
+        return False
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    listed = plan.visible is None or as_token_pages(key, value) is not None
+    return listed and not differentiable
 
 
 def _layer_mask(
@@ -404,8 +441,9 @@ def paged_attention_forward(
     `[1, Tq, Hq, Dv]` and None
     """
     refuse(kwargs)
-    weights, bias = kwargs.get("output_attentions"), kwargs.get("position_bias")
-    refuse_dense("continuous batching", why_dense(dropout, weights, bias, None))
+    asked = [kwargs.get(name) for name in ("output_attentions", "position_bias", "sinks")]
+    weights, bias, sinks = asked
+    refuse_dense("continuous batching", why_dense(dropout, weights, bias, None, sinks))
     if cache is None or cu_seq_lens_q is None:
         raise Unsupported(
             f"{OP}: the paged implementation works inside of continuous batching alone; "

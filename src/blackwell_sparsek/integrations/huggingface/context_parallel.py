@@ -15,7 +15,7 @@ from ...masks.block_mask import BlockMask
 from .attention import refuse
 from .dense import why_dense
 from .registration import check_name, interfaces
-from .visible_keys import CAUSAL, VisibleKeys, recognise
+from .visible_keys import CAUSAL, VisibleKeys, attentions_of, recognise
 
 OP = "register_context_parallel"
 NAME = "blackwell_sparsek_context_parallel"
@@ -142,7 +142,8 @@ class _Shard:
                 (pattern.documents != jumps).any()
             ):
                 raise self._other_positions("positions that jump elsewhere")
-        if pattern.band == CAUSAL:
+        # without sdpa, a model need not tell its layers that they are causal: the mask alone does
+        if pattern.band == CAUSAL and "sdpa" in attentions_of(type(options.get("config"))):
             return None
         sizes = (q_length, kv_length)
         return VisibleKeys(*sizes, band=pattern.band, batch=batch_size, device=options["device"])
@@ -161,6 +162,7 @@ class _Shard:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         indices: torch.Tensor | None = None,
         block_indices: torch.Tensor | None = None,
@@ -174,7 +176,7 @@ class _Shard:
         Returns `[B, own tokens, Hq, Dv]`, contiguous, and no weights.
         """
         refuse(kwargs)
-        reason = why_dense(dropout, output_attentions, position_bias, None)
+        reason = why_dense(dropout, output_attentions, position_bias, None, sinks)
         if reason is not None:
             raise Unsupported(f"{OP}: {reason}, which shards do not support")
         for name, given in (("indices", indices), ("block_indices", block_indices)):

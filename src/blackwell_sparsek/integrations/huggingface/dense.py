@@ -19,7 +19,11 @@ OP = "huggingface"
 
 
 def why_dense(
-    dropout: float, output_attentions: Any, position_bias: Any, mask_bias: Any
+    dropout: float,
+    output_attentions: Any,
+    position_bias: Any,
+    mask_bias: Any,
+    query_sinks: Any = None,
 ) -> str | None:
     """What a call asks for that kernels do not compute, or None."""
     if output_attentions:
@@ -30,6 +34,8 @@ def why_dense(
         return "position_bias is added to the scores"
     if mask_bias is not None:
         return "attention_mask is a bias with values other than 0 and -inf"
+    if query_sinks is not None:
+        return "sinks differ between queries"
     return None
 
 
@@ -80,7 +86,7 @@ def dense_attention(
     key, value : `[B, Hkv, Sk, D]`
     visible : bool `[B or 1, Hq or 1, Sq or 1, Sk]`
     bias : broadcastable to `[B, Hq, Sq, Sk]`, optional
-    sinks : `[Hq]`, optional
+    sinks : `[Hq]` or `[B, Hq, Sq, 1]`, optional
     with_weights : bool
         Whether to return the weights, after dropout.
 
@@ -114,7 +120,8 @@ def dense_attention(
         scores = scores + bias.to(dtype)
     scores = scores.masked_fill(~visible, torch.finfo(dtype).min)
     if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(*shape[:3], 1)
+        per_head = sinks[:, None, None] if sinks.dim() == 1 else sinks
+        column = per_head.to(dtype).expand(*shape[:3], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~visible, 0.0)
     weights = torch.nn.functional.dropout(weights.to(query.dtype), dropout)

@@ -159,9 +159,55 @@ class VisibleKeys:
         visible = self.elements
         return visible.expand(self.batch, *visible.shape[1:])
 
+    def __getattr__(self, name: str) -> Any:
+        """Methods of tensors, as models call them on their mask; none that change it in place."""
+        if name.startswith("_") or name.endswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._as_tensor(), name)
+
     def contiguous(self) -> "VisibleKeys":
         """Return itself; `generate` calls this on the masks that it makes."""
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """These keys on another device, or the tensor in another dtype.
+
+        Hooks call this in every layer of a model that is placed on several devices; layers of one
+        device share the result.
+        """
+        device = kwargs.get("device", args[0] if args else None)
+        dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype | torch.Tensor)]
+        if dtypes or not isinstance(device, str | int | torch.device):
+            return self._as_tensor().to(*args, **kwargs)
+        # with its index, which "cuda" leaves out
+        target = torch.empty(0, device=device).device
+        if target == self._placed_on():
+            return self
+        return self.shared(("to", target), lambda: self._moved(target))
+
+    def _placed_on(self) -> torch.device:
+        return torch.empty(0, device=self.device).device
+
+    def _moved(self, device: torch.device) -> "VisibleKeys":
+        def there(x: Any) -> Any:
+            return None if x is None else x.to(device)
+
+        made = VisibleKeys(
+            *(self.q_length, self.kv_length),
+            band=self.band,
+            key_length=self.key_length,
+            lengths=there(self.lengths),
+            visible=there(self.visible),
+            block_mask=there(self.block_mask),
+            bias=there(self.bias),
+            batch=self.batch,
+            device=device,
+        )
+        if self.segments is not None:
+            q_segment, k_segment = self.segments
+            made.segments = (q_segment.to(device), k_segment.to(device))
+        made.is_evaluated = self.is_evaluated
+        return made
 
     def check_layer(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Raise unless this was made for a layer with such queries and keys."""
@@ -357,7 +403,7 @@ def make_visible_keys(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Any = None,
     **options: Any,
-) -> VisibleKeys | None:
+) -> VisibleKeys | torch.Tensor | None:
     """The mask function that `register` gives to transformers, with transformers' arguments.
 
     Causality, windows, padding on either side and packed sequences are recognised; they take no
@@ -369,12 +415,19 @@ def make_visible_keys(
     Returns
     -------
     None if causality and the layer's own window suffice, and the model does not compute with its
-    mask.
+    mask. The float mask of eager attention for models that support no other attention: they may add
+    it to scores, or append columns to it.
     """
     if isinstance(attention_mask, VisibleKeys):
         # `generate` makes masks ahead of the forward pass, which then asks again
         return attention_mask
     sizes = (batch_size, q_length, kv_length)
+    written_for = attentions_of(type(options.get("config")))
+    if written_for == ():
+        from transformers.masking_utils import eager_mask
+
+        given: tuple[Any, ...] = (q_offset, kv_offset, mask_function, attention_mask)
+        return eager_mask(*sizes, *given, **options)
     pattern = _traced_pattern(mask_function, options) if torch.compiler.is_compiling() else None
     if not torch.compiler.is_compiling() and not options.get("use_vmap", False):
         pattern = recognise(mask_function)
@@ -395,7 +448,8 @@ def make_visible_keys(
         if may_wait(real.device) and bool(real.all()):
             real = None
     nothing = real is None and pattern.documents is None
-    skip = options.get("allow_is_causal_skip", True)
+    # without sdpa, a model need not tell its layers that they are causal: the mask alone does
+    skip = options.get("allow_is_causal_skip", True) and "sdpa" in written_for
     if nothing and end == kv_length and pattern.band == CAUSAL and skip:
         return None
     plan = VisibleKeys(
@@ -413,6 +467,22 @@ def make_visible_keys(
     elif real is not None:
         plan.block_mask = every_key_block(real, q_length, block_size_for(q_length, end))
     return plan
+
+
+@torch.compiler.assume_constant_result
+def attentions_of(config: type) -> tuple[str, ...]:
+    """Which attentions of transformers a model says it supports besides eager, by configuration.
+
+    A configuration that is not that of a whole model is taken to support all.
+    """
+    from transformers import MODEL_MAPPING
+
+    known: Any = MODEL_MAPPING
+    model = known.get(config, None)
+    names = ("sdpa", "flash_attn", "flex_attn")
+    if not isinstance(model, type):
+        return names
+    return tuple(x for x in names if getattr(model, f"_supports_{x}", False))
 
 
 def _of_one_query(
