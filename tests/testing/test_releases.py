@@ -35,7 +35,7 @@ HOPPER = {
 }
 
 
-def _release(version: str) -> pathlib.Path:
+def release(version: str) -> pathlib.Path:
     """The folder of a release, installed if it is not there; skips without a package index."""
     place = FOLDER / version
     if not place.exists():
@@ -58,7 +58,7 @@ def records_with(monkeypatch):
     """Builds compile cases with a release."""
 
     def records(version: str, *args: Any, **options: Any) -> list[dict[str, Any]]:
-        path = [str(_release(version)), os.environ.get("PYTHONPATH", "")]
+        path = [str(release(version)), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         monkeypatch.setenv("TRITON_CACHE_DIR", str(FOLDER / "cache"))
         made = compile_kernels(*args, **options)

@@ -487,11 +487,28 @@ _MAKERS: dict[str, Callable[[tuple[str, ...]], Function]] = {
 }
 
 
+# Pairs of 16-bit numbers in one word.
+_PAIRS = {"s16x2": "s16", "u16x2": "u16", "f16x2": "f16", "bf16x2": "bf16"}
+
+
+def _pairwise(parts: tuple[str, ...]) -> Function:
+    single = _MAKERS[parts[0]](tuple(_PAIRS.get(x, x) for x in parts))
+
+    def run(*sources: Any) -> Any:
+        halves = [np.ascontiguousarray(x).view(np.uint16).reshape(LANES, 2) for x in sources]
+        low, high = (single(*(np.ascontiguousarray(x[:, i]) for x in halves)) for i in (0, 1))
+        return np.ascontiguousarray(np.stack([low, high], 1)).view(np.uint32).reshape(LANES)
+
+    return run
+
+
 def operation(parts: tuple[str, ...]) -> Function | None:
     """The function of an instruction's sources; None if it is not arithmetic."""
     make = _MAKERS.get(parts[0])
-    if make is None or (parts[0] == "mul" and "multicast" in parts):
+    if make is None:
         return None
+    if parts[0] != "cvt" and any(x in _PAIRS for x in parts):
+        return _pairwise(parts)
     try:
         return make(parts)
     except StopIteration:

@@ -1,0 +1,66 @@
+"""Hopper kernels give right results in the emulator, whatever the order of warps and copies.
+
+Each call runs in a process of its own, in which Triton compiles for sm_90.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed")
+
+from blackwell_sparsek.core.env import environment_for_compiler
+
+from .emulated_calls import CALLS
+from .test_releases import FOLDER, OTHERS, release
+
+ROOT = pathlib.Path(__file__).parents[2]
+# A kernel of each kind of machinery for every `make test`; the others take minutes.
+QUICK = ("forward_mask_128x16", "product_128x128")
+# For releases of Triton that are not installed.
+ONE_OF_EACH = (
+    *("forward_causal_window", "forward_mask_64x64", "backward", "backward_mask_64x64"),
+    *("decode", "decode_latent", "ragged_pages", "forward_fp8"),
+    *("product_128x128", "product_warps", "product_narrow", "product_strips", "sampled_product"),
+)
+
+
+def _run(seed: int, names: tuple[str, ...], **variables: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.testing.emulated_calls", str(seed), *names],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment_for_compiler() | variables,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in names]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_calls(name):
+    _run(1, (name,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(set(CALLS) - set(QUICK)))
+def test_more_calls(name):
+    _run(2, (name,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [3, 4])
+def test_order_of_warps_and_copies(seed):
+    _run(seed, ("forward_causal_window", "backward_deterministic", "decode", "product_64x64"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize("half", [0, 1])
+def test_releases(version, half):
+    path = os.pathsep.join(filter(None, [str(release(version)), os.environ.get("PYTHONPATH", "")]))
+    names = ONE_OF_EACH[half::2]
+    _run(1, names, PYTHONPATH=path, TRITON_CACHE_DIR=str(FOLDER / "cache"))
