@@ -18,7 +18,6 @@ def comparisons_are_bits() -> Iterator[None]:
     if not triton_interpreted():
         yield
         return
-    import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -27,7 +26,7 @@ def comparisons_are_bits() -> Iterator[None]:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         result = compute(self, lhs, rhs, op)
-        return type(result)(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+        return type(result)(result.data, tl.int1) if result.data.dtype == bool else result
 
     with mock.patch.object(builder, "binary_op", binary_op):
         yield

@@ -26,6 +26,7 @@ from ...launch.variants import _Walk
 from ...launch.workspace import made_outside_pool
 from ..captured_launches import _GPU
 from .hopper import TensorMap
+from .instructions import compiled
 from .machine import Machine
 from .memory import GlobalMemory
 from .program import Program, parse
@@ -119,6 +120,7 @@ def _machine(
         built.shared,
         cluster,
         seed=seed,
+        compile_step=compiled,
     )
 
 

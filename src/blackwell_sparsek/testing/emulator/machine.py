@@ -124,6 +124,7 @@ class Machine:
     cluster : programs of a cluster
     resident : programs that run at the same time, at least a cluster
     seed : draws the order of warps and the delays of copies
+    compile_step : makes a function of an instruction, `instructions.compiled`
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class Machine:
         cluster: int = 1,
         resident: int = 4,
         seed: int = 0,
+        *,
+        compile_step: "Callable[[Machine, Instruction], Step]",
     ):
         self.program = program
         self.memory = memory
@@ -158,9 +161,7 @@ class Machine:
         self.turn = 0
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._issued = 0
-        from .instructions import compiled
-
-        self._steps: list[Step] = [compiled(self, x, i) for i, x in enumerate(program.instructions)]
+        self._steps: list[Step] = [compile_step(self, x) for x in program.instructions]
         # a loop that waits makes no progress by branching
         self._counts = [int(x.parts[0] != "bra") for x in program.instructions]
         self.executed = 0

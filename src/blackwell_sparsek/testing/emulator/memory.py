@@ -67,7 +67,7 @@ class GlobalMemory:
     def _places(self, addresses: Any, size: int) -> tuple[Any, Any]:
         """A tensor's memory in words of `size` bytes, and the places of addresses in it."""
         if (addresses % size).any():
-            bad = int(addresses[(addresses % size).nonzero()[0][0]])
+            bad = int(addresses[addresses % size != 0].min())
             raise EmulatorError(f"misaligned address {bad:#x} of {size} bytes in global memory")
         region = self.region(int(addresses.min()), int(addresses.max()) + size)
         if region.start % size:

@@ -131,10 +131,14 @@ class _Parser:
         end = body.index(";", at)
         text = body[at:end].strip()
         if declared := _REGISTERS.match(text):
-            kind = KINDS[declared[1]]
-            for name in (x.strip() for x in declared[2].split(",")):
+            width, names_of = declared.groups()
+            kind = KINDS[width]
+            for name in (x.strip() for x in names_of.split(",")):
                 many = _MANY.match(name)
-                names = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]
+                names = [name]
+                if many:
+                    stem, count = many.groups()
+                    names = [f"{stem}{i}" for i in range(int(count))]
                 for one in names:
                     scope.registers[one] = Register(len(self.kinds), kind)
                     self.kinds.append(kind)
@@ -148,7 +152,8 @@ class _Parser:
     def _instruction(self, text: str, scope: _Scope) -> Instruction:
         guard, negated, rest = None, False, text
         if match := _GUARD.match(text):
-            guard, negated, rest = scope.register(match[2]), bool(match[1]), match[3]
+            sign, predicate, rest = match.groups()
+            guard, negated = scope.register(predicate), bool(sign)
         name, _, operands = rest.strip().partition(" ")
         if "\t" in name:
             name, _, more = name.partition("\t")
@@ -188,7 +193,8 @@ class _Parser:
             others = self._operand(listed.strip(), scope)
         base, offset = text.strip(), 0
         if match := re.fullmatch(r"(.+?)\s*([+-])\s*(-?\w+)", base):
-            base, offset = match[1].strip(), int(match[3], 0) * (-1 if match[2] == "-" else 1)
+            base, sign, number = match.groups()
+            offset = int(number, 0) * (-1 if sign == "-" else 1)
         return Address(self._operand(base, scope), offset, others)
 
 
@@ -198,8 +204,7 @@ def parse(ptx: str) -> Program:
     entry = _ENTRY.search(text)
     if entry is None:
         raise ValueError("the PTX defines no kernel")
-    parameters = re.findall(r"\b(\w+_param_\d+)\b", entry[2])
-    threads = re.search(r"\.reqntid\s+(\d+)", entry[3])
-    return _Parser(
-        entry[1], text[entry.end() :], parameters, int(threads[1]) if threads else 0
-    ).program
+    name, declared, options = entry.groups()
+    parameters = re.findall(r"\b(\w+_param_\d+)\b", declared)
+    threads = re.search(r"\.reqntid\s+(\d+)", options)
+    return _Parser(name, text[entry.end() :], parameters, int(threads[1]) if threads else 0).program
