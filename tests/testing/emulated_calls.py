@@ -135,6 +135,18 @@ def call_forward_mask_64x32_causal() -> Call:
 
 
 @_call
+def call_forward_mask_d64() -> Call:
+    mask = _random_mask((64, 128))
+    return _attention("_attn_fwd_sm90_kernel", dims=(64, 64), block_mask=mask)
+
+
+@_call
+def call_forward_mask_d256() -> Call:
+    mask = _random_mask((128, 64))
+    return _attention("_attn_fwd_sm90_kernel", dims=(256, 256), block_mask=mask)
+
+
+@_call
 def call_forward_gated() -> Call:
     gate = (torch.rand(1, 1, 300), 0.5 * torch.rand(1, 1, 200))
     return _attention("_attn_fwd_sm90_kernel", causal=True, key_gate=gate)
@@ -269,23 +281,44 @@ def call_decode_latent() -> Call:
     return Call("_attn_decode_latent_kernel", run)
 
 
-@_call
-def call_forward_fp8() -> Call:
-    q, k, v = (torch.randn(1, 2, n, 128).to(FP8) for n in (200, 304, 304))
+def _fp8(block: tuple[int, int] | None) -> Call:
+    keys = 320
+    q, k, v = (torch.randn(1, 2, n, 128).to(FP8) for n in (200, keys, keys))
     v = v.transpose(2, 3).contiguous().transpose(2, 3)
+    visible = visible_keys(200, keys, "cpu", causal=True)
+    options: dict[str, Any] = {"causal": True}
+    if block is not None:
+        keep = torch.rand(1, 2, 200, keys) < 0.3
+        keep[:, 1, 64:, 128:256] = True
+        visible = visible & keep
+        options["block_mask"] = bsk.BlockMask.from_element_mask(keep, block)
 
     def run(impl: str, dtype: torch.dtype) -> Any:
         if dtype == FP64:
             exact = (x.double().contiguous() for x in (q, k, v))
-            return bsk.attention(*exact, causal=True)
+            return bsk.attention(*exact, **options)
         if impl == "eager":
             # which rounds no weights to e4m3
-            visible = visible_keys(200, 304, "cpu", causal=True)
             plain, _ = rounded_weights(*(x.float() for x in (q, k, v)), 128**-0.5, visible)
             return plain
-        return bsk.attention(q, k, v, causal=True, impl=impl)
+        return bsk.attention(q, k, v, impl=impl, **options)
 
     return Call("_attn_fwd_fp8_sm90_kernel", run)
+
+
+@_call
+def call_forward_fp8() -> Call:
+    return _fp8(None)
+
+
+@_call
+def call_forward_fp8_mask_64x64() -> Call:
+    return _fp8((64, 64))
+
+
+@_call
+def call_forward_fp8_mask_128x128() -> Call:
+    return _fp8((128, 128))
 
 
 def _matrix(block: tuple[int, int], rows: int = 256, columns: int = 256) -> bsk.BSRMatrix:
@@ -295,8 +328,10 @@ def _matrix(block: tuple[int, int], rows: int = 256, columns: int = 256) -> bsk.
     return bsk.BSRMatrix.from_mask(torch.randn(rows, columns).to(FP16), keep)
 
 
-def _product(kernel: str, block: tuple[int, int], columns: int, flipped: bool) -> Call:
-    matrix = _matrix(block)
+def _product(
+    kernel: str, block: tuple[int, int], columns: int, flipped: bool, rows: int = 256
+) -> Call:
+    matrix = _matrix(block, rows)
     x = torch.randn((columns, 256) if flipped else (256, columns)).to(FP16)
 
     def run(impl: str, dtype: torch.dtype) -> Any:
@@ -316,6 +351,17 @@ def call_product_128x128() -> Call:
 @_call
 def call_product_64x64() -> Call:
     return _product("_spmm_sm90_kernel", (64, 64), 200, False)
+
+
+@_call
+def call_product_paired() -> Call:
+    # wide enough for clusters of two programs, which share the tiles of x
+    return _product("_spmm_sm90_kernel", (64, 64), 320, False, rows=512)
+
+
+@_call
+def call_product_paired_32x32() -> Call:
+    return _product("_spmm_sm90_kernel", (32, 32), 320, False, rows=512)
 
 
 @_call

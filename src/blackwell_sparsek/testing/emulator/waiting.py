@@ -301,12 +301,14 @@ def store_and_signal(machine: Machine, instruction: Instruction) -> Step:
         addresses, signals = where(warp)[chosen], at(warp)[chosen]
         kind = UNSIGNED[f"b{8 * size}"]
         content = [get(warp)[chosen].astype(kind) for get in reads]
-        memory, places = shared_of(warp, addresses), local(addresses)
+        # each lane may write to another program of the cluster
+        memories = [shared_of(warp, addresses[i : i + 1]) for i in range(len(chosen))]
+        places = local(addresses)
         counted = [warp.block.barrier(int(x)) for x in signals]
 
         def arrive() -> None:
-            memory.store(places, size, content)
-            for signal in counted:
+            for i, (memory, signal) in enumerate(zip(memories, counted, strict=True)):
+                memory.store(places[i : i + 1], size, [x[i : i + 1] for x in content])
                 signal.receive(size * len(content))
 
         machine.later(arrive)
