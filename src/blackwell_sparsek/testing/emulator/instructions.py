@@ -1,5 +1,6 @@
 """What instructions do that are not arithmetic: branches, moves, memory, exchanges in a warp."""
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -215,18 +216,21 @@ def _load(machine: Machine, instruction: Instruction) -> Step:
 
 
 def _load_parameter(machine: Machine, instruction: Instruction, to: Any, address: Any) -> Step:
-    given = machine.parameter(address.base)
-    packed = np.array([given], np.float32 if isinstance(given, float) else None)
-    if not isinstance(given, float):
-        packed = np.array([int(given) & (2**64 - 1)], np.uint64)
-    content = packed.view(np.uint8).tobytes()[address.offset :].ljust(8, b"\0")
-    size = word_bytes(instruction.parts)
-    value = int.from_bytes(content[:size], "little")
-    if instruction.parts[-1].startswith("s"):
-        bits = 8 * np.dtype(UNSIGNED[to.kind]).itemsize
-        value = (value - (value >> (8 * size - 1) << (8 * size))) & (2**bits - 1)
-    constant = np.full(LANES, value, UNSIGNED[to.kind])
-    return guarded(instruction, lambda warp, mask: warp.set(to, constant, mask))
+    size, bits = word_bytes(instruction.parts), 8 * np.dtype(UNSIGNED[to.kind]).itemsize
+    signed = instruction.parts[-1].startswith("s")
+
+    def step(warp: Warp, mask: Any) -> None:
+        given = machine.parameter(address.base)
+        if isinstance(given, float):
+            content = struct.pack("<f", given)
+        else:
+            content = (int(given) & (2**64 - 1)).to_bytes(8, "little")
+        value = int.from_bytes(content[address.offset :][:size], "little")
+        if signed:
+            value = (value - (value >> (8 * size - 1) << (8 * size))) & (2**bits - 1)
+        warp.set(to, np.full(LANES, value, UNSIGNED[to.kind]), mask)
+
+    return guarded(instruction, step)
 
 
 def _store(machine: Machine, instruction: Instruction) -> Step:

@@ -142,22 +142,16 @@ class Machine:
         compile_step: "Callable[[Machine, Instruction], Step]",
     ):
         self.program = program
-        self.memory = memory
         self.num_warps = num_warps
         self.shared_bytes = shared_bytes
         self.grid = grid
         self.cluster = cluster
         self._resident = max(resident, cluster)
         self._random = random.Random(seed)
-        self._parameters = dict(zip(program.parameters, parameters, strict=True))
         self._places = {
             name: PARAMETERS_START + 256 * i for i, name in enumerate(program.parameters)
         }
-        self.maps = {
-            self._places[name]: value
-            for name, value in self._parameters.items()
-            if isinstance(value, hopper.TensorMap)
-        }
+        self.bind(parameters, memory)
         self.turn = 0
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._issued = 0
@@ -165,6 +159,16 @@ class Machine:
         # a loop that waits makes no progress by branching
         self._counts = [int(x.parts[0] != "bra") for x in program.instructions]
         self.executed = 0
+
+    def bind(self, parameters: Sequence[Any], memory: GlobalMemory) -> None:
+        """Take other parameters and tensors for the next run."""
+        self.memory = memory
+        self._parameters = dict(zip(self.program.parameters, parameters, strict=True))
+        self.maps = {
+            self._places[name]: value
+            for name, value in self._parameters.items()
+            if isinstance(value, hopper.TensorMap)
+        }
 
     # What instructions ask for.
 
