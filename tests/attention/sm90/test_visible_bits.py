@@ -20,6 +20,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed
 from blackwell_sparsek import BlockMask
 from blackwell_sparsek.core.env import environment_for_compiler
 from blackwell_sparsek.device.records import VisitPlan
+from blackwell_sparsek.testing.emulator.instructions import compiled
 from blackwell_sparsek.testing.emulator.machine import Machine
 from blackwell_sparsek.testing.emulator.memory import GlobalMemory
 from blackwell_sparsek.testing.emulator.program import Program, parse
@@ -50,7 +51,7 @@ def machines():
 def _machine(program: Program) -> Machine:
     """The emulator of a kernel, whose parameters and tensors every run binds."""
     empty, none = GlobalMemory([]), [0] * len(program.parameters)
-    return Machine(program, none, empty, grid=1, num_warps=4, shared_bytes=0)
+    return Machine(program, none, empty, grid=1, num_warps=4, shared_bytes=0, compile_step=compiled)
 
 
 class Problem(NamedTuple):

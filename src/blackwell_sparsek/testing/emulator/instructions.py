@@ -67,6 +67,8 @@ def _branch(machine: Machine, instruction: Instruction) -> Step:
 
 def _branch_by_index(machine: Machine, instruction: Instruction) -> Step:
     index, table = instruction.operands
+    if instruction.guard is not None:
+        raise EmulatorError("brx.idx with a predicate is not known")
     targets = np.array([machine.program.labels[x] for x in table])
 
     def run(warp: Warp, mask: Any) -> None:
@@ -192,6 +194,8 @@ def _load(machine: Machine, instruction: Instruction) -> Step:
     size, count, space = word_bytes(parts), _count(parts), _space(parts)
     signed = parts[-1].startswith("s")
     if space == "param":
+        if isinstance(to, tuple):
+            raise EmulatorError(f"{'.'.join(parts)} is not known")
         return _load_parameter(machine, instruction, targets[0], address)
     where = address_of(machine, address)
 
@@ -281,6 +285,8 @@ _ATOMICS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _atomic(machine: Machine, instruction: Instruction) -> Step:
     parts = instruction.parts
+    if "async" in parts:
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
     returns = parts[0] == "atom"
     to, address, *given = instruction.operands if returns else (None, *instruction.operands)
     how = next(x for x in parts if x in (*_ATOMICS, "cas", "inc"))
@@ -452,6 +458,8 @@ def compiled(machine: Machine, instruction: Instruction) -> Step:
         reason = f"{'.'.join(instruction.parts)} is not known"
     except EmulatorError as error:
         reason = str(error)
+    except (IndexError, KeyError, StopIteration, TypeError, ValueError) as error:
+        reason = f"{'.'.join(instruction.parts)} is not known ({type(error).__name__}: {error})"
 
     def unknown(warp: Warp, mask: Any) -> None:
         raise EmulatorError(reason)

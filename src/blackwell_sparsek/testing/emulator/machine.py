@@ -225,8 +225,9 @@ class Machine:
             self._random.shuffle(running)
             before = self.executed
             arrived = self._arrive()
-            for warp in running:
-                self._run_warp(warp)
+            with np.errstate(all="ignore"):
+                for warp in running:
+                    self._run_warp(warp)
             ended = [w for w in running if w.ended]
             if ended:
                 running = [w for w in running if not w.ended]
@@ -358,16 +359,17 @@ def arithmetic(machine: Machine, instruction: Instruction) -> Step | None:
     def step(warp: Warp, lanes: Any) -> None:
         warp.set(to, function(*[get(warp) for get in read]), lanes)
 
-    if isinstance(to, tuple):
-        # a comparison and its opposite
-        first, second = to
+    if instruction.parts[0] == "setp":
+        first, second = to if isinstance(to, tuple) else (to, None)
 
         def both(warp: Warp, lanes: Any) -> None:
-            result = function(*[get(warp) for get in read])
+            result, opposite = function(*[get(warp) for get in read])
             warp.set(first, result, lanes)
-            warp.set(second, ~result, lanes)
+            warp.set(second, opposite, lanes)
 
         return guarded(instruction, both)
+    if isinstance(to, tuple):
+        raise EmulatorError(f"{'.'.join(instruction.parts)} with two results is not known")
     return guarded(instruction, step)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .machine import Warp
-from .memory import RANK_SHIFT
+from .memory import RANK_SHIFT, EmulatorError
 
 _WORD_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
@@ -20,7 +20,10 @@ def chosen_lanes(mask: Any) -> Any:
 
 def shared_of(warp: Warp, addresses: Any) -> Any:
     """The shared memory that addresses lie in, of this program or another of its cluster."""
-    block, _ = warp.block.machine.place(warp.block, int(addresses.flat[0]))
+    first = int(addresses.flat[0])
+    if (addresses >> RANK_SHIFT != first >> RANK_SHIFT).any():
+        raise EmulatorError("lanes access shared memory of different programs")
+    block, _ = warp.block.machine.place(warp.block, first)
     return block.shared
 
 
