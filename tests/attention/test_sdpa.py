@@ -88,8 +88,9 @@ def test_fully_masked_rows_are_zero():
 def test_a_mask_with_more_dimensions_than_the_scores(query, mask):
     q, k, v = make(query, (*query[:-2], 9, 8), (*query[:-2], 9, 8))
     mask = torch.ones(mask, dtype=torch.bool)
-    with pytest.raises(RuntimeError):
-        torch_sdpa(q, k, v, mask)
+    if q.dim() != 3:  # which torch broadcasts from 2.15 on
+        with pytest.raises(RuntimeError):
+            torch_sdpa(q, k, v, mask)
     with pytest.raises(InvalidInput, match=r"attn_mask has too many dimensions; expected at most"):
         scaled_dot_product_attention(q, k, v, mask)
 

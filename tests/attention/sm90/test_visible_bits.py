@@ -20,18 +20,23 @@ pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed
 from blackwell_sparsek import BlockMask
 from blackwell_sparsek.core.env import environment_for_compiler
 from blackwell_sparsek.device.records import VisitPlan
+from blackwell_sparsek.testing.emulator.instructions import compiled
+from blackwell_sparsek.testing.emulator.machine import Machine
+from blackwell_sparsek.testing.emulator.memory import GlobalMemory
+from blackwell_sparsek.testing.emulator.program import Program, parse
 
-from ...tools.ptx import Memory, Program
 from .visible_bits_probe import PROBES, Probe
 
 ROWS = 64
 ROOT = pathlib.Path(__file__).parents[3]
 OPEN = 2**30
+# Far more bytes than an array has: a wrong address meets no other array.
+SPACE = 2**44
 
 
 @pytest.fixture(scope="module")
-def programs():
-    """The PTX of each probe, from a process in which Triton compiles."""
+def machines():
+    """The kernel of each probe, from a process in which Triton compiles."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.attention.sm90.visible_bits_probe"],
         capture_output=True,
@@ -40,7 +45,13 @@ def programs():
         env=environment_for_compiler(),
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return {name: _machine(parse(ptx)) for name, ptx in json.loads(done.stdout).items()}
+
+
+def _machine(program: Program) -> Machine:
+    """The emulator of a kernel, whose parameters and tensors every run binds."""
+    empty, none = GlobalMemory([]), [0] * len(program.parameters)
+    return Machine(program, none, empty, grid=1, num_warps=4, shared_bytes=0, compile_step=compiled)
 
 
 class Problem(NamedTuple):
@@ -94,24 +105,27 @@ def _problem(draw: random.Random, block: tuple[int, int], banded: bool, skipped:
     return Problem(visible, mask, row, plan, left, right, skipped)
 
 
-def _kept(ptx: str, probe: Probe, problem: Problem, kv_tile: int, first: int) -> np.ndarray:
+def _kept(machine: Machine, probe: Probe, problem: Problem, kv_tile: int, first: int) -> np.ndarray:
     """What is left of scores 1, 2, 3 ... of 64 queries of the row from `first` on."""
-    memory = Memory()
     scores = np.arange(1, ROWS * probe.keys + 1, dtype=np.float32)
     out = np.full_like(scores, np.nan)
     mask = problem.mask
     block_q, tile_m = mask.block_size[0], probe.config.tile_m
     lists = [x.numpy() for x in mask.forward]
     lists[3] = np.where(lists[3] < 0, -1, lists[3] + problem.skipped).astype(np.int32)
+    arrays = {SPACE * i: x for i, x in enumerate((out, scores, *lists, mask.bits.numpy()), 1)}
+    *pointers, bits = arrays
+    # nothing can be read of the bit masks in front of the pool
     words = mask.bits.shape[1] * mask.bits.shape[2]
     arguments = [
-        *(memory.place(out), memory.place(scores)),
-        *(memory.place(x) for x in lists),
-        memory.place(mask.bits.numpy(), skipped=4 * words * problem.skipped),
+        *(*pointers, bits - 4 * words * problem.skipped),
         *(block_q, *problem.plan, kv_tile, *problem.visible.shape, problem.left, problem.right),
         *(problem.row * block_q + first // tile_m * tile_m, first % tile_m),
     ]
-    Program(memory).run(ptx, arguments)
+    # those that Triton adds: its scratch memory, of which there is none
+    arguments += [0] * (len(machine.program.parameters) - len(arguments))
+    machine.bind(arguments, GlobalMemory([], arrays))
+    machine.run()
     return out.reshape(ROWS, probe.keys)
 
 
@@ -127,7 +141,7 @@ def _expected(probe: Probe, problem: Problem, kv_tile: int, first: int) -> np.nd
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_scores_that_are_kept(programs, name):
+def test_scores_that_are_kept(machines, name):
     probe = PROBES[name]
     draw = random.Random(name)
     hidden = shown = 0
@@ -138,7 +152,7 @@ def test_scores_that_are_kept(programs, name):
         problem = _problem(draw, (block_q, probe.config.BLOCK_KV), i % 4 < 2, skipped)
         for kv_tile in range(-(-len(problem.masked_keys()) // probe.config.TILE_N)):
             first = ROWS * draw.randrange(block_q // ROWS)
-            found = _kept(programs[name], probe, problem, kv_tile, first)
+            found = _kept(machines[name], probe, problem, kv_tile, first)
             expected = _expected(probe, problem, kv_tile, first)
             np.testing.assert_array_equal(found[: len(expected)], expected)
             hidden += np.count_nonzero(expected == probe.other)

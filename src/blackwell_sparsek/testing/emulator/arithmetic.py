@@ -89,6 +89,24 @@ def words(x: Any, kind: str) -> Any:
     return x if wanted == np.bool_ else x.view(UNSIGNED[f"b{8 * wanted.itemsize}"])
 
 
+def _to_odd(x: Any, error: Any) -> Any:
+    """`x`, to odd instead of nearest: what is rounded once more to fewer bits is then right.
+
+    `error` is what rounding took away.
+    """
+    odd = x.view(np.uint64 if x.dtype == np.float64 else np.uint32) & 1
+    beyond = np.nextafter(x, np.where(error > 0, np.inf, -np.inf).astype(x.dtype))
+    return np.where((odd == 1) | ~(np.abs(error) > 0) | np.isinf(x), x, beyond)
+
+
+def rounded(x: Any, kind: str) -> Any:
+    """fp64 numbers as words of a type of floating-point numbers, rounded once."""
+    if kind == "bf16":
+        narrow = x.astype(np.float32)
+        return to_bf16(_to_odd(narrow, x - narrow))
+    return words(x, kind)
+
+
 def is_float(kind: str) -> bool:
     """Whether a type is one of floating-point numbers."""
     return kind in ("f16", "bf16", "f32", "f64")
@@ -144,9 +162,13 @@ def _divide(parts: tuple[str, ...], remainder: bool = False) -> Function:
         wide = np.int64 if kind.startswith("s") else np.uint64
         a, b = a.astype(wide), b.astype(wide)
         safe = np.where(b == 0, 1, b)
-        quotient = np.abs(a) // np.abs(safe) if wide is np.int64 else a // safe
         if wide is np.int64:
-            quotient = quotient * np.sign(a) * np.sign(safe)
+            # towards zero; magnitudes without a sign, as the least number has none with one
+            sizes = (np.where(v < 0, -v, v).view(np.uint64) for v in (a, safe))
+            quotient = np.floor_divide(*sizes).view(np.int64)
+            quotient = np.where((a < 0) != (safe < 0), -quotient, quotient)
+        else:
+            quotient = a // safe
         quotient = np.where(b == 0, -1 if wide is np.int64 else 2**64 - 1, quotient)
         result = a - quotient.astype(wide) * safe if remainder else quotient
         return words(result.astype(wide), "s64" if wide is np.int64 else "u64").astype(
@@ -189,12 +211,18 @@ def _multiply_add(parts: tuple[str, ...]) -> Function:
         return product + z.astype(product.dtype)
 
     def fused(x: Any, y: Any, z: Any) -> Any:
-        a, b, c = (values(v, kind) for v in (x, y, z))
+        if kind == "f64":
+            raise EmulatorError("a fused product and sum in fp64 is not known")
+        a, b, c = (values(v, kind).astype(np.float64) for v in (x, y, z))
         with np.errstate(all="ignore"):
-            if kind == "f64":
-                return words(a * b + c, kind)
             # the product of two fp32 numbers is exact in fp64
-            return words((a.astype(np.float64) * b + c).astype(np.float32), kind)
+            product = a * b
+            whole = product + c
+            if not (whole.view(np.uint64) & np.uint64(0xFFFFFFF)).all():
+                # may be a tie that the sum's own rounding made
+                part = whole - product
+                whole = _to_odd(whole, (product - (whole - part)) + (c - part))
+            return rounded(whole, kind)
 
     return fused if is_float(kind) else run
 
@@ -211,6 +239,7 @@ def _extreme(largest: bool) -> Callable[[tuple[str, ...]], Function]:
 
 
 def _compare(parts: tuple[str, ...]) -> Function:
+    """A comparison, and the same of its opposite."""
     kind, how = _typed(parts), parts[1]
     unordered = is_float(kind) and how.endswith("u") and how != "neu"
     functions = {
@@ -233,10 +262,10 @@ def _compare(parts: tuple[str, ...]) -> Function:
             result = (result | nan) if unordered or how == "neu" else (result & ~nan)
         else:
             result = functions[name](a, b)
-        if joined is not None:
-            function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[joined]
-            result = function(result, others[0])
-        return result
+        if joined is None:
+            return result, ~result
+        function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[joined]
+        return function(result, others[0]), function(~result, others[0])
 
     return run
 
@@ -281,24 +310,47 @@ def _convert(parts: tuple[str, ...]) -> Function:
             return (a << np.uint32(16)) | b
 
         return unpack
+    if to not in TYPES or source not in TYPES:
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
     rounding = next((_ROUNDINGS[x] for x in parts if x in _ROUNDINGS), None)
 
     def run(x: Any) -> Any:
         a = values(x, source)
         if is_float(source) and not is_float(to):
-            limits = np.iinfo(TYPES[to])
-            whole = (rounding or np.trunc)(a.astype(np.float64))
-            whole = np.where(np.isnan(whole), 0, np.clip(whole, limits.min, limits.max))
-            return words(whole.astype(TYPES[to]), to)
+            return extended(_whole((rounding or np.trunc)(a.astype(np.float64)), source, to))
         if is_float(to):
             with np.errstate(all="ignore"):
-                a = a.astype(np.float64 if to == "f64" else np.float32) if to != "f16" else a
+                if source != to and (to == "bf16" or is_float(source)):
+                    a = a.astype(np.float64)
                 a = rounding(a) if rounding is not None else a
-                a = np.clip(a, 0.0, 1.0) if "sat" in parts else a
+                a = np.where(np.isnan(a), 0, np.clip(a, 0.0, 1.0)) if "sat" in parts else a
+                if to == "bf16" and source != to:
+                    return rounded(a, to)
                 return words(a, to)
-        return words(a.astype(TYPES[to]), to)
+        if "sat" in parts:
+            limits = np.iinfo(TYPES[to])
+            a = np.array([min(max(int(v), limits.min), limits.max) for v in a], TYPES[to])
+        return extended(a.astype(TYPES[to]))
+
+    def extended(x: Any) -> Any:
+        """The words of a register, which may be wider than the type."""
+        return words(x.astype(np.int64), "s64") if to.startswith("s") else words(x, to)
 
     return run
+
+
+def _whole(x: Any, source: str, to: str) -> Any:
+    """Whole numbers of fp64 as integers: saturated, and for NaN what the types make of it."""
+    limits = np.iinfo(TYPES[to])
+    wide = limits.bits == 64
+    nan = 1 << (limits.bits - 1) if wide or source == "f64" else 0
+    nan = nan - (1 << limits.bits) if nan > limits.max else nan
+    # the largest fp64 numbers that the integers have
+    most = 2.0**limits.bits * (0.5 if limits.min else 1.0)
+    inside = np.where((x >= limits.min) & (x < most), x, 0).astype(TYPES[to])
+    found = np.where(x >= most, np.array(limits.max, TYPES[to]), inside)
+    found = np.where(x < limits.min, np.array(limits.min, TYPES[to]), found)
+    return np.where(np.isnan(x), np.array(nan, TYPES[to]), found)
 
 
 def _extract(parts: tuple[str, ...]) -> Function:
@@ -418,6 +470,11 @@ def _select(parts: tuple[str, ...]) -> Function:
     return run
 
 
+def _flushed(x: Any) -> Any:
+    """Zero, with the sign, in place of fp32 numbers that are subnormal."""
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(0.0, x), x)
+
+
 def _approximate(function: Function) -> Callable[[tuple[str, ...]], Function]:
     def make(parts: tuple[str, ...]) -> Function:
         kind = _typed(parts)
@@ -425,10 +482,10 @@ def _approximate(function: Function) -> Callable[[tuple[str, ...]], Function]:
         def run(x: Any) -> Any:
             with np.errstate(all="ignore"):
                 a = values(x, kind).astype(np.float64)
+                a = _flushed(a) if "ftz" in parts else a
                 result = function(a)
-                if "ftz" in parts:
-                    result = np.where(np.abs(result) < 2.0**-126, 0.0, result)
-                return words(result.astype(np.float32), kind)
+                result = _flushed(result) if "ftz" in parts else result
+                return rounded(result, kind)
 
         return run
 
@@ -502,11 +559,21 @@ def _pairwise(parts: tuple[str, ...]) -> Function:
     return run
 
 
+# What changes the result; where it is not among those known of an operation, it is not known.
+_CHANGES = {
+    *("sat", "satfinite", "relu", "rz", "rm", "rp", "rna", "rs", "tf32", "cc", "xorsign"),
+    *("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", "oob"),
+}
+_KNOWN_CHANGES = {"cvt": {"sat", "satfinite"}}
+
+
 def operation(parts: tuple[str, ...]) -> Function | None:
     """The function of an instruction's sources; None if it is not arithmetic."""
     make = _MAKERS.get(parts[0])
     if make is None:
         return None
+    if not _CHANGES.intersection(parts) <= _KNOWN_CHANGES.get(parts[0], set()):
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
     if parts[0] != "cvt" and any(x in _PAIRS for x in parts):
         return _pairwise(parts)
     try:

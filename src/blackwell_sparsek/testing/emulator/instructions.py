@@ -1,5 +1,6 @@
 """What instructions do that are not arithmetic: branches, moves, memory, exchanges in a warp."""
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,8 @@ def _branch(machine: Machine, instruction: Instruction) -> Step:
 
 def _branch_by_index(machine: Machine, instruction: Instruction) -> Step:
     index, table = instruction.operands
+    if instruction.guard is not None:
+        raise EmulatorError("brx.idx with a predicate is not known")
     targets = np.array([machine.program.labels[x] for x in table])
 
     def run(warp: Warp, mask: Any) -> None:
@@ -191,6 +194,8 @@ def _load(machine: Machine, instruction: Instruction) -> Step:
     size, count, space = word_bytes(parts), _count(parts), _space(parts)
     signed = parts[-1].startswith("s")
     if space == "param":
+        if isinstance(to, tuple):
+            raise EmulatorError(f"{'.'.join(parts)} is not known")
         return _load_parameter(machine, instruction, targets[0], address)
     where = address_of(machine, address)
 
@@ -215,18 +220,21 @@ def _load(machine: Machine, instruction: Instruction) -> Step:
 
 
 def _load_parameter(machine: Machine, instruction: Instruction, to: Any, address: Any) -> Step:
-    given = machine.parameter(address.base)
-    packed = np.array([given], np.float32 if isinstance(given, float) else None)
-    if not isinstance(given, float):
-        packed = np.array([int(given) & (2**64 - 1)], np.uint64)
-    content = packed.view(np.uint8).tobytes()[address.offset :].ljust(8, b"\0")
-    size = word_bytes(instruction.parts)
-    value = int.from_bytes(content[:size], "little")
-    if instruction.parts[-1].startswith("s"):
-        bits = 8 * np.dtype(UNSIGNED[to.kind]).itemsize
-        value = (value - (value >> (8 * size - 1) << (8 * size))) & (2**bits - 1)
-    constant = np.full(LANES, value, UNSIGNED[to.kind])
-    return guarded(instruction, lambda warp, mask: warp.set(to, constant, mask))
+    size, bits = word_bytes(instruction.parts), 8 * np.dtype(UNSIGNED[to.kind]).itemsize
+    signed = instruction.parts[-1].startswith("s")
+
+    def step(warp: Warp, mask: Any) -> None:
+        given = machine.parameter(address.base)
+        if isinstance(given, float):
+            content = struct.pack("<f", given)
+        else:
+            content = (int(given) & (2**64 - 1)).to_bytes(8, "little")
+        value = int.from_bytes(content[address.offset :][:size], "little")
+        if signed:
+            value = (value - (value >> (8 * size - 1) << (8 * size))) & (2**bits - 1)
+        warp.set(to, np.full(LANES, value, UNSIGNED[to.kind]), mask)
+
+    return guarded(instruction, step)
 
 
 def _store(machine: Machine, instruction: Instruction) -> Step:
@@ -277,6 +285,8 @@ _ATOMICS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _atomic(machine: Machine, instruction: Instruction) -> Step:
     parts = instruction.parts
+    if "async" in parts:
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
     returns = parts[0] == "atom"
     to, address, *given = instruction.operands if returns else (None, *instruction.operands)
     how = next(x for x in parts if x in (*_ATOMICS, "cas", "inc"))
@@ -448,6 +458,8 @@ def compiled(machine: Machine, instruction: Instruction) -> Step:
         reason = f"{'.'.join(instruction.parts)} is not known"
     except EmulatorError as error:
         reason = str(error)
+    except (IndexError, KeyError, StopIteration, TypeError, ValueError) as error:
+        reason = f"{'.'.join(instruction.parts)} is not known ({type(error).__name__}: {error})"
 
     def unknown(warp: Warp, mask: Any) -> None:
         raise EmulatorError(reason)

@@ -142,22 +142,16 @@ class Machine:
         compile_step: "Callable[[Machine, Instruction], Step]",
     ):
         self.program = program
-        self.memory = memory
         self.num_warps = num_warps
         self.shared_bytes = shared_bytes
         self.grid = grid
         self.cluster = cluster
         self._resident = max(resident, cluster)
         self._random = random.Random(seed)
-        self._parameters = dict(zip(program.parameters, parameters, strict=True))
         self._places = {
             name: PARAMETERS_START + 256 * i for i, name in enumerate(program.parameters)
         }
-        self.maps = {
-            self._places[name]: value
-            for name, value in self._parameters.items()
-            if isinstance(value, hopper.TensorMap)
-        }
+        self.bind(parameters, memory)
         self.turn = 0
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._issued = 0
@@ -165,6 +159,16 @@ class Machine:
         # a loop that waits makes no progress by branching
         self._counts = [int(x.parts[0] != "bra") for x in program.instructions]
         self.executed = 0
+
+    def bind(self, parameters: Sequence[Any], memory: GlobalMemory) -> None:
+        """Take other parameters and tensors for the next run."""
+        self.memory = memory
+        self._parameters = dict(zip(self.program.parameters, parameters, strict=True))
+        self.maps = {
+            self._places[name]: value
+            for name, value in self._parameters.items()
+            if isinstance(value, hopper.TensorMap)
+        }
 
     # What instructions ask for.
 
@@ -221,8 +225,9 @@ class Machine:
             self._random.shuffle(running)
             before = self.executed
             arrived = self._arrive()
-            for warp in running:
-                self._run_warp(warp)
+            with np.errstate(all="ignore"):
+                for warp in running:
+                    self._run_warp(warp)
             ended = [w for w in running if w.ended]
             if ended:
                 running = [w for w in running if not w.ended]
@@ -354,16 +359,17 @@ def arithmetic(machine: Machine, instruction: Instruction) -> Step | None:
     def step(warp: Warp, lanes: Any) -> None:
         warp.set(to, function(*[get(warp) for get in read]), lanes)
 
-    if isinstance(to, tuple):
-        # a comparison and its opposite
-        first, second = to
+    if instruction.parts[0] == "setp":
+        first, second = to if isinstance(to, tuple) else (to, None)
 
         def both(warp: Warp, lanes: Any) -> None:
-            result = function(*[get(warp) for get in read])
+            result, opposite = function(*[get(warp) for get in read])
             warp.set(first, result, lanes)
-            warp.set(second, ~result, lanes)
+            warp.set(second, opposite, lanes)
 
         return guarded(instruction, both)
+    if isinstance(to, tuple):
+        raise EmulatorError(f"{'.'.join(instruction.parts)} with two results is not known")
     return guarded(instruction, step)
 
 

@@ -5,7 +5,7 @@ out as NaN.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +34,21 @@ class _Region(NamedTuple):
 
 
 class GlobalMemory:
-    """The memory of the tensors of a launch, in place."""
+    """The memory of the tensors of a launch, in place.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]):
+    Parameters
+    ----------
+    tensors : found at their own addresses
+    arrays : contiguous arrays by made-up addresses, which have to be multiples of 16
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], arrays: Mapping[int, Any] | None = None):
         regions: dict[int, _Region] = {}
+        for start, array in (arrays or {}).items():
+            if not array.flags.c_contiguous or start % 16:
+                raise ValueError(f"an array at {start:#x} that is not contiguous, or not aligned")
+            content = array.reshape(-1).view(np.uint8)
+            regions[start] = _Region(start, start + content.size, content)
         for x in tensors:
             storage = x.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()

@@ -20,10 +20,10 @@ def chosen_lanes(mask: Any) -> Any:
 
 def shared_of(warp: Warp, addresses: Any) -> Any:
     """The shared memory that addresses lie in, of this program or another of its cluster."""
-    ranks = addresses.astype("int64") >> RANK_SHIFT
-    if (ranks != ranks[0]).any():
-        raise EmulatorError("lanes that access shared memory of different programs")
-    block, _ = warp.block.machine.place(warp.block, int(addresses[0]))
+    first = int(addresses.flat[0])
+    if (addresses >> RANK_SHIFT != first >> RANK_SHIFT).any():
+        raise EmulatorError("lanes access shared memory of different programs")
+    block, _ = warp.block.machine.place(warp.block, first)
     return block.shared
 
 

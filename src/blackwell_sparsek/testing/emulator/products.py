@@ -22,7 +22,7 @@ def matrix_rows(machine: Machine, instruction: Instruction) -> Step:
     def step(warp: Warp, mask: Any) -> None:
         if mask is not None:
             raise EmulatorError("stmatrix and ldmatrix by some lanes of a warp")
-        addresses = where(warp)
+        addresses = where(warp)[: 8 * len(registers)]
         shared = shared_of(warp, addresses)
         for i, register in enumerate(registers):
             rows = local(addresses[8 * i : 8 * i + 8])
@@ -67,6 +67,8 @@ def _product(machine: Machine, instruction: Instruction) -> Step:
     transposed = flags[2:] if kind != "e4m3" else []
     of_first = 0 if isinstance(first, tuple) or not transposed else transposed[0]
     of_second = transposed[-1] if transposed else 0
+    if parts[5:8] != ("f32", kind, kind) or kind not in ("f16", "bf16", "e4m3"):
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
     if flags[:2] != [1, 1]:
         raise EmulatorError("WGMMA with negated operands is not known")
     reads = [source(machine, x, "b32") for x in first] if isinstance(first, tuple) else None
@@ -79,19 +81,21 @@ def _product(machine: Machine, instruction: Instruction) -> Step:
             raise EmulatorError("WGMMA by some lanes of a warp")
         shared = warp.block.shared
 
-        def operands_now() -> tuple[Any, Any]:
-            if reads is not None:
-                a = hopper.factor_from_registers([get(warp) for get in reads], kind)
-            else:
-                assert at_first is not None
-                rows = warp.number % 4 * 16
-                there = hopper.Descriptor.decode(int(at_first(warp)[0]))
-                a = hopper.read_matrix(shared, there, 16, depth, kind, bool(of_first), rows)
-            there = hopper.Descriptor.decode(int(at_second(warp)[0]))
-            return a, hopper.read_matrix(shared, there, columns, depth, kind, bool(of_second))
+        descriptors = [int(x(warp)[0]) for x in (at_first, at_second) if x is not None]
 
-        descriptors = [x(warp) for x in (at_first, at_second) if x is not None]
-        a, b = operands_now()
+        def in_shared() -> list[Any]:
+            """The second operand, and the first if it is not in registers."""
+            *of_a, of_b = map(hopper.Descriptor.decode, descriptors)
+            found = [hopper.read_matrix(shared, of_b, columns, depth, kind, bool(of_second))]
+            for x in of_a:
+                rows = warp.number % 4 * 16
+                found.append(hopper.read_matrix(shared, x, 16, depth, kind, bool(of_first), rows))
+            return found
+
+        read = in_shared()
+        b, a = read[0], read[-1]
+        if reads is not None:
+            a = hopper.factor_from_registers([get(warp) for get in reads], kind)
         with np.errstate(all="ignore"):
             product = (a @ b.T)[row, column]
             if keeps(warp)[0]:
@@ -102,9 +106,9 @@ def _product(machine: Machine, instruction: Instruction) -> Step:
 
         def unchanged() -> None:
             """The tensor cores read until the wait: what they read must not have changed."""
-            again = [hopper.Descriptor.decode(int(x[0])) for x in descriptors]
-            now = hopper.read_matrix(shared, again[-1], columns, depth, kind, bool(of_second))
-            if not np.array_equal(now, b, equal_nan=True):
+            if not all(
+                np.array_equal(x, y, equal_nan=True) for x, y in zip(in_shared(), read, strict=True)
+            ):
                 raise EmulatorError("an operand of WGMMA was overwritten before its wait")
 
         warp.products[-1].append(unchanged)

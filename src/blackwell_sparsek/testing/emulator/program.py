@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 _LABEL = re.compile(r"([\w$]+):(?!:)")
 _NOTES = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w+[^,]*?(\w+)(?:\[\d+\])?\s*(?:,|$)")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _MANY = re.compile(r"(.+)<(\d+)>")
 _GUARD = re.compile(r"@(!?)\s*([\w%$]+)\s+(.*)", re.DOTALL)
@@ -154,10 +153,10 @@ class _Parser:
         if match := _GUARD.match(text):
             sign, predicate, rest = match.groups()
             guard, negated = scope.register(predicate), bool(sign)
-        name, _, operands = rest.strip().partition(" ")
-        if "\t" in name:
-            name, _, more = name.partition("\t")
-            operands = f"{more} {operands}"
+            if guard is None:
+                raise ValueError(f"no register {predicate}")
+        name, *given = rest.split(None, 1)
+        operands = " ".join(given)
         found = [self._operand(x.strip(), scope) for x in _OPERANDS.findall(operands)]
         return Instruction(tuple(name.split(".")), tuple(found), guard, negated, text)
 

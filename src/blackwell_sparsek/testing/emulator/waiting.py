@@ -23,6 +23,8 @@ def barrier(machine: Machine, instruction: Instruction) -> Step:
         return guarded(instruction, lambda warp, mask: None)
     if "cluster" in parts:
         return _cluster_barrier(machine, instruction)
+    if "red" in parts:
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
     number, *count = instruction.operands or (0,)
     read = source(machine, number, "b32")
     size = None if not count else source(machine, count[0], "b32")
@@ -32,14 +34,24 @@ def barrier(machine: Machine, instruction: Instruction) -> Step:
         if warp.places is not None and any(x >= 0 for x in set(warp.places.tolist()) - {warp.at}):
             raise EmulatorError("a barrier for lanes that took different branches")
         block, name = warp.block, int(read(warp)[0])
-        alive = LANES * sum(not w.ended for w in block.warps)
-        needed = alive if size is None else int(size(warp)[0])
+        needed = None if size is None else int(size(warp)[0])
         waiting = block.named.setdefault(name, [])
         waiting.append(warp)
-        if not arrives:
-            warp.waits = lambda: block.named.get(name) is not waiting
-        if LANES * len(waiting) >= needed:
-            block.named[name] = []
+
+        def over() -> bool:
+            if block.named.get(name) is not waiting:
+                return True
+            if needed is None:
+                # nobody waits for warps that have ended
+                complete = all(w.ended or w in waiting for w in block.warps)
+            else:
+                complete = LANES * len(waiting) >= needed
+            if complete:
+                block.named[name] = []
+            return complete
+
+        if not over() and not arrives:
+            warp.waits = over
 
     return guarded(instruction, step)
 
@@ -78,6 +90,8 @@ def mbarrier(machine: Machine, instruction: Instruction) -> Step:
         for lane in np.flatnonzero(np.ones(LANES, np.bool_) if mask is None else mask):
             address, count = int(addresses[lane]), int(amounts[lane])
             if how == "init":
+                if address % 8:
+                    raise EmulatorError(f"misaligned mbarrier at {address:#x}")
                 warp.block.barriers[address] = hopper.Barrier(count)
             elif how == "inval":
                 warp.block.barriers.pop(address)
@@ -95,6 +109,8 @@ def mbarrier(machine: Machine, instruction: Instruction) -> Step:
 
 
 def _try_wait(machine: Machine, instruction: Instruction) -> Step:
+    if "parity" not in instruction.parts:
+        raise EmulatorError("a wait for a state of an mbarrier is not known")
     to, address, parity, *_ = instruction.operands
     where, of = address_of(machine, address), source(machine, parity, "b32")
 
@@ -199,6 +215,8 @@ def _store_tensor(machine: Machine, instruction: Instruction) -> Step:
     tensor, given, *_ = instruction.operands
     where, read = address_of(machine, given), _map_and_start(machine, tensor)
     adds = instruction.parts[1] == "reduce"
+    if adds and "add" not in instruction.parts:
+        raise EmulatorError(f"{'.'.join(instruction.parts)} is not known")
 
     def step(warp: Warp, mask: Any) -> None:
         lane = _one_lane(mask)
