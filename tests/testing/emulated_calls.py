@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.reference.fp8 import hadamard
 from blackwell_sparsek.testing.emulator.launches import emulated_launches
 from blackwell_sparsek.testing.poison import poisoned_empty
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -28,6 +29,7 @@ class Call(NamedTuple):
     run: Callable[[str, torch.dtype], Any]
     """Results of an implementation, for inputs of a dtype."""
     dtype: torch.dtype = BF16
+    impl: str = "sm90"
 
 
 CALLS: dict[str, Callable[[], Call]] = {}
@@ -390,6 +392,53 @@ def call_sampled_product() -> Call:
     return Call("_sddmm_sm90_kernel", run)
 
 
+# Portable kernels in bf16, which the interpreter does not compute with.
+
+
+def _portable(call: Call, kernel: str) -> Call:
+    return call._replace(kernel=kernel, impl="triton")
+
+
+@_call
+def call_portable_forward_mask() -> Call:
+    call = _attention("", dims=(64, 64), block_mask=_random_mask((64, 32)))
+    return _portable(call, "_attn_fwd_kernel")
+
+
+@_call
+def call_portable_backward() -> Call:
+    return _portable(_gradients("", 70, 100, (64, 64), causal=True), "_attn_dkdv_kernel")
+
+
+@_call
+def call_portable_decode_blocks() -> Call:
+    """Listed blocks that are smaller than a tile, over rows that do not start at 16 bytes."""
+    q = torch.randn(2, 4, 1, 64).to(BF16)
+    k, v = (torch.randn(2, 2, 256, 67).to(BF16)[..., :64] for _ in range(2))
+    lengths = torch.tensor([256, 90], dtype=torch.int32)
+    blocks = torch.tensor([0, 2, 5, -1], dtype=torch.int32).expand(2, 2, 4).contiguous()
+
+    def run(impl: str, dtype: torch.dtype) -> Any:
+        return bsk.attention_decode(
+            *(x.to(dtype) for x in (q, k, v)), cache_seqlens=lengths, kv_blocks=blocks,
+            kv_block_size=16, impl=impl,
+        )  # fmt: skip
+
+    return Call("_attn_decode_kernel", run, impl="triton")
+
+
+@_call
+def call_quantize_rotated() -> Call:
+    x = torch.randn(1, 3, 70, 128).to(BF16)
+
+    def run(impl: str, dtype: torch.dtype) -> Any:
+        if dtype == FP64:
+            return x.double() @ hadamard(128)
+        return bsk.fp8.quantize(x, "block", hadamard=True, impl=impl).stored()
+
+    return Call("_quantize_kernel", run, impl="triton")
+
+
 def _listed(results: Any) -> Results:
     return results if isinstance(results, (tuple, list)) else (results,)
 
@@ -399,7 +448,7 @@ def check(name: str, seed: int) -> None:
     torch.manual_seed(len(name))
     call = CALLS[name]()
     with poisoned_empty(), emulated_launches(seed=seed) as launches:
-        results = _listed(call.run("sm90", call.dtype))
+        results = _listed(call.run(call.impl, call.dtype))
     names = [launch.program.name for launch in launches]
     assert call.kernel in names, names
     exact = _listed(call.run("auto", FP64))

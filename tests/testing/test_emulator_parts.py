@@ -124,6 +124,14 @@ def test_integers(name, kind):
     assert found.tolist() == expected
 
 
+@pytest.mark.parametrize(("name", "extreme"), [("max", max), ("min", min)])
+def test_extremes_of_at_least_zero(name, extreme):
+    a, b = pairs(awkward(32, True))
+    given = [np.array(x, "i4") for x in (a, b)]
+    found = computed(f"{name}.relu.s32", 32, given, (32, 32), "i4")
+    assert found.tolist() == [max(extreme(x, y), 0) for x, y in zip(a, b, strict=True)]
+
+
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32"])
 def test_products_of_twice_the_width(kind):
     bits, signed = int(kind[1:]), kind[0] == "s"

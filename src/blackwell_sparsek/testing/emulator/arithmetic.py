@@ -233,6 +233,8 @@ def _extreme(largest: bool) -> Callable[[tuple[str, ...]], Function]:
         function: Any = np.maximum if largest else np.minimum
         if is_float(kind) and "NaN" not in parts:
             function = np.fmax if largest else np.fmin
+        if "relu" in parts:
+            return _elementwise(lambda a, b: np.maximum(function(a, b), 0))(parts)
         return _elementwise(function)(parts)
 
     return make
@@ -564,7 +566,7 @@ _CHANGES = {
     *("sat", "satfinite", "relu", "rz", "rm", "rp", "rna", "rs", "tf32", "cc", "xorsign"),
     *("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", "oob"),
 }
-_KNOWN_CHANGES = {"cvt": {"sat", "satfinite"}}
+_KNOWN_CHANGES = {"cvt": {"sat", "satfinite"}, "max": {"relu"}, "min": {"relu"}}
 
 
 def operation(parts: tuple[str, ...]) -> Function | None:
