@@ -6,11 +6,15 @@ WORKERS ?= auto
 # which mutants `make mutants` plants; a stopped run goes on where it was
 SAMPLE ?= --seed 0 --count 60
 
+# what `make emulate` runs, and what draws the order of warps and the delays of copies
+TESTS ?= tests/decode/test_latent_gpu.py
+SEED ?= 1
+
 # what `make gpu-bench` measures and where it leaves the results
 SUITES ?= founding
 RESULTS ?= bsk-results
 
-.PHONY: quickstart test test-all docs docs-check pages dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
+.PHONY: emulate quickstart test test-all docs docs-check pages dist compile-releases fuzz peer-tests vllm-test sglang-test xformers-test lint format mutants gpu-test gpu-soak gpu-fuzz gpu-sanitize gpu-bench browser clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +79,9 @@ format: $(VENV)/.installed-test  ## rewrite the sources the way `lint` wants the
 
 mutants: $(VENV)/.installed-test  ## plant small faults and see whether tests notice; SAMPLE="--seed 1 --count 90"
 	$(BIN)/python -m tests.tools.mutants $(SAMPLE)
+
+emulate: $(VENV)/.installed-test  ## GPU tests of Hopper kernels in an emulator; TESTS=tests/decode SEED=1
+	BSK_EMULATE=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m sm90 $(TESTS)
 
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
 	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -p blackwell_sparsek.testing.failures -m gpu tests

@@ -21,7 +21,9 @@ HAS_GPU = torch.cuda.is_available()
 if os.environ.get("BSK_REQUIRE_GPU") and not HAS_GPU:
     # a worker that lost its GPU to another one's fault must not go on and skip
     raise RuntimeError("BSK_REQUIRE_GPU is set, but PyTorch sees no CUDA GPU")
-if not HAS_GPU:
+# Seed of the emulator, in which tests of Hopper kernels then run: see `make emulate`.
+EMULATED = os.environ.get("BSK_EMULATE", "")
+if not HAS_GPU and not EMULATED:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # JAX reads these when it first computes: devices to shard over, and memory of a GPU left to torch
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -65,6 +67,8 @@ def pytest_collection_modifyitems(items):
 
 def _missing_gpu(item):
     """Which GPU a test needs that this machine does not have; None if it can run."""
+    if EMULATED:
+        return None if item.get_closest_marker("sm90") else "not for the emulator"
     if not HAS_GPU and item.get_closest_marker("gpu"):
         return "needs a CUDA GPU"
     if item.get_closest_marker("sm90") and torch.cuda.get_device_capability() != (9, 0):
@@ -110,6 +114,31 @@ def choosing_with(monkeypatch):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(SEED)
+
+
+# launches that take longer than this in the emulator are too large for it
+EMULATED_SECONDS = 60
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if not EMULATED:
+        return (yield)
+    try:
+        return (yield)
+    except TimeoutError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _emulated():
+    if not EMULATED:
+        yield
+        return
+    from blackwell_sparsek.testing.emulator.gpu_tests import emulated_gpu
+
+    with emulated_gpu(seed=int(EMULATED), seconds=EMULATED_SECONDS):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

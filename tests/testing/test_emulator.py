@@ -64,3 +64,17 @@ def test_releases(version, half):
     path = os.pathsep.join(filter(None, [str(release(version)), os.environ.get("PYTHONPATH", "")]))
     names = ONE_OF_EACH[half::2]
     _run(1, names, PYTHONPATH=path, TRITON_CACHE_DIR=str(FOLDER / "cache"))
+
+
+@pytest.mark.exhaustive
+def test_tests_for_gpus():
+    names = ("one key", "no entries")
+    tests = [f"tests/sparse_attention/sm90/test_latent_gpu.py::test_dense[{x}]" for x in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "sm90", *tests],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment_for_compiler() | {"BSK_EMULATE": "1"},
+    )
+    assert f"{len(names)} passed" in done.stdout, done.stdout[-3000:]

@@ -49,7 +49,7 @@ _built: dict[Any, _Built] = {}
 
 @contextmanager
 def emulated_launches(
-    *, seed: int = 0, processors: int = 4, sm: int = 90
+    *, seed: int = 0, processors: int = 4, sm: int = 90, seconds: float | None = None
 ) -> Iterator[list[Machine]]:
     """Run launches of kernels in the emulator; yields the list of those that were run.
 
@@ -58,13 +58,14 @@ def emulated_launches(
     seed : draws the order of warps and the delays of copies
     processors : how many multiprocessors launchers see, which sets the number of programs
     sm : the compute capability that launchers see
+    seconds : the longest launch; a longer one raises TimeoutError
     """
     machines: list[Machine] = []
 
     def run(kernel: Any, grid: int, args: Any, cluster: int, options: dict[str, Any]) -> None:
         machine = _machine(kernel, grid, args, cluster, options, sm, seed)
         machines.append(machine)
-        machine.run()
+        machine.run(seconds)
 
     gpu = replace(_GPU, sm=sm, num_sms=processors)
     # what host code asks of a GPU; modules import these functions by name

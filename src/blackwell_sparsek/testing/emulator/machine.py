@@ -6,6 +6,7 @@ one that waits for what never comes ends in an error that says who waits where.
 """
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,8 +208,9 @@ class Machine:
 
     # The run.
 
-    def run(self) -> None:
-        """Run all programs to their end."""
+    def run(self, seconds: float | None = None) -> None:
+        """Run all programs to their end; TimeoutError after some seconds."""
+        end = None if seconds is None else time.monotonic() + seconds
         waiting = list(range(0, self.grid, self.cluster))
         self._blocks: dict[int, Block] = {}
         running: list[Warp] = []
@@ -222,6 +224,10 @@ class Machine:
                     block = self._blocks[first + rank] = Block(self, first + rank, rank)
                     running += block.warps
             self.turn += 1
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(
+                    f"{self.program.name} takes more than {seconds} s in the emulator"
+                )
             self._random.shuffle(running)
             before = self.executed
             arrived = self._arrive()

@@ -279,7 +279,7 @@ def copy_words(machine: Machine, instruction: Instruction) -> Step:
 
         return guarded(instruction, wait)
     if "mbarrier" in parts:
-        raise EmulatorError(f"{'.'.join(parts)} is not known")
+        return _arrive_after_copies(machine, instruction)
     to, given, size, *rest = operands
     where, read = address_of(machine, to), address_of(machine, given)
     filled = source(machine, rest[0] if rest else size, "b32")
@@ -301,6 +301,31 @@ def copy_words(machine: Machine, instruction: Instruction) -> Step:
                 shared.set_bytes(int(place) + np.arange(size), content)
 
         warp.copies[-1].append(copy)
+
+    return guarded(instruction, step)
+
+
+def _arrive_after_copies(machine: Machine, instruction: Instruction) -> Step:
+    """An arrival of every lane, once the copies that it has started are there."""
+    (address,) = instruction.operands
+    where, counted = address_of(machine, address), "noinc" in instruction.parts
+
+    def step(warp: Warp, mask: Any) -> None:
+        chosen = np.flatnonzero(np.ones(LANES, np.bool_) if mask is None else mask)
+        signals = [warp.block.barrier(int(x)) for x in where(warp)[chosen]]
+        if not counted:
+            for signal in signals:
+                signal.pending += 1
+        started = [copy for group in warp.copies for copy in group]
+        warp.copies = [[]]
+
+        def arrive() -> None:
+            for copy in started:
+                copy()
+            for signal in signals:
+                signal.arrive()
+
+        machine.later(arrive)
 
     return guarded(instruction, step)
 
