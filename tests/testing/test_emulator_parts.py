@@ -642,6 +642,20 @@ def test_vectors():
     assert (out.reshape(32, 4) == turned).all()
 
 
+def test_lanes_add_vectors_to_the_same_place():
+    out = np.ones(8, np.float32)
+    run(
+        """
+        and.b32 %r4, %r1, 1; mad.wide.u32 %rd5, %r4, 16, %rd0;
+        cvt.rn.f32.u32 %r5, %r1; mov.b32 %r6, 0f3F800000;
+        red.relaxed.gpu.global.add.v4.f32 [%rd5], {%r5, %r6, %r6, %r5};
+        """,
+        [out],
+    )
+    even, odd = sum(range(0, 32, 2)), sum(range(1, 32, 2))
+    assert out.tolist() == [1 + even, 17, 17, 1 + even, 1 + odd, 17, 17, 1 + odd]
+
+
 def test_narrow_loads_fill_registers():
     given = np.array([-1, 1, -128, 127] * 8, np.int8)
     for kind, expected in (("s8", given.astype(np.int32)), ("u8", given.view(np.uint8))):

@@ -288,6 +288,8 @@ def _atomic(machine: Machine, instruction: Instruction) -> Step:
     if "async" in parts:
         raise EmulatorError(f"{'.'.join(parts)} is not known")
     returns = parts[0] == "atom"
+    if not returns and _count(parts) > 1:
+        return _add_vector(machine, instruction)
     to, address, *given = instruction.operands if returns else (None, *instruction.operands)
     how = next(x for x in parts if x in (*_ATOMICS, "cas", "inc"))
     kind, size, space = parts[-1], word_bytes(parts), _space(parts)
@@ -312,6 +314,30 @@ def _atomic(machine: Machine, instruction: Instruction) -> Step:
             memory.store(at, size, [new])
         if returns:
             warp.set(to, found, mask)
+
+    return guarded(instruction, step)
+
+
+def _add_vector(machine: Machine, instruction: Instruction) -> Step:
+    """red.add of two or four numbers next to each other."""
+    parts = instruction.parts
+    address, given = instruction.operands
+    kind, size = parts[-1], word_bytes(parts)
+    if "add" not in parts or _space(parts) != "global":
+        raise EmulatorError(f"{'.'.join(parts)} is not known")
+    reads = [source(machine, x, f"b{8 * size}") for x in given]
+    where = address_of(machine, address)
+
+    def step(warp: Warp, mask: Any) -> None:
+        addresses = where(warp)
+        # one lane after the other: several may add to the same place
+        for lane in np.flatnonzero(np.ones(LANES, np.bool_) if mask is None else mask):
+            at = addresses[lane : lane + 1]
+            sums = [
+                words(values(old, kind) + values(read(warp)[lane : lane + 1], kind), kind)
+                for old, read in zip(machine.memory.load(at, size, len(reads)), reads, strict=True)
+            ]
+            machine.memory.store(at, size, sums)
 
     return guarded(instruction, step)
 
