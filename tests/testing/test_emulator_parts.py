@@ -642,6 +642,13 @@ def test_vectors():
     assert (out.reshape(32, 4) == turned).all()
 
 
+def test_sums_are_cut_to_zero_and_one():
+    a = np.array([0.25, 3, -1, np.inf, np.inf, np.nan, 0.5, -np.inf], np.float32)
+    b = np.array([0.5, 1, 0.5, 1, -np.inf, 1, 0.5, 1], np.float32)
+    found = computed("add.sat.f32", 32, (a, b), (32, 32), "f4")
+    assert found.tolist() == [0.75, 1, 0, 1, 0, 0, 1, 0]
+
+
 def test_lanes_add_vectors_to_the_same_place():
     out = np.ones(8, np.float32)
     run(

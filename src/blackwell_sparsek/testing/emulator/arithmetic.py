@@ -567,6 +567,18 @@ _CHANGES = {
     *("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", "oob"),
 }
 _KNOWN_CHANGES = {"cvt": {"sat", "satfinite"}, "max": {"relu"}, "min": {"relu"}}
+_SATURATE_TO_ONE = ("add", "sub", "mul", "fma")
+
+
+def _saturating(parts: tuple[str, ...]) -> Function:
+    """Arithmetic in fp32 whose results are cut to 0 and 1; NaN becomes 0."""
+    function = _MAKERS[parts[0]](parts)
+
+    def run(*sources: Any) -> Any:
+        found = values(function(*sources), "f32")
+        return words(np.where(np.isnan(found), 0, np.clip(found, 0, 1)), "f32")
+
+    return run
 
 
 def operation(parts: tuple[str, ...]) -> Function | None:
@@ -574,6 +586,8 @@ def operation(parts: tuple[str, ...]) -> Function | None:
     make = _MAKERS.get(parts[0])
     if make is None:
         return None
+    if "sat" in parts and parts[0] in _SATURATE_TO_ONE and parts[-1] == "f32":
+        return _saturating(parts)
     if not _CHANGES.intersection(parts) <= _KNOWN_CHANGES.get(parts[0], set()):
         raise EmulatorError(f"{'.'.join(parts)} is not known")
     if parts[0] != "cvt" and any(x in _PAIRS for x in parts):
