@@ -18,7 +18,7 @@ from .emulated_calls import CALLS
 from .test_releases import FOLDER, OTHERS, release
 
 ROOT = pathlib.Path(__file__).parents[2]
-# A kernel of each kind of machinery for every `make test`; the others take minutes.
+# Part of every `make test`; the others take minutes.
 QUICK = ("forward_mask_128x16", "product_128x128")
 # For releases of Triton that are not installed.
 ONE_OF_EACH = (
