@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
+# of `make gpu-test`: each takes several GB of the GPU's memory
+GPU_WORKERS ?= 12
 
 # which mutants `make mutants` plants; a stopped run goes on where it was
 SAMPLE ?= --seed 0 --count 60
@@ -84,7 +86,8 @@ emulate: $(VENV)/.installed-test  ## GPU tests of Hopper kernels in an emulator;
 	BSK_EMULATE=$(SEED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m sm90 $(TESTS)
 
 gpu-test:  ## the tests that need a GPU, with the packages of this machine's Python
-	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -q -p blackwell_sparsek.testing.failures -m gpu tests
+	BSK_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) --dist worksteal -q \
+		-p blackwell_sparsek.testing.failures -m gpu tests
 
 gpu-soak:  ## a million calls from threads, streams, graphs and two processes; any other bit fails
 	PYTHONPATH=src $(PYTHON) -m blackwell_sparsek.testing.soak --minutes 20 --calls 1000000

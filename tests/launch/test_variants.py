@@ -3,6 +3,8 @@
 import ctypes
 import itertools
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -107,7 +109,7 @@ class Kernel:
         state.formats = formats
         options = {"launch_pdl": False, "launch_cooperative_grid": False} | options
         metadata = SimpleNamespace(num_warps=12, shared=1000, **options)
-        self._compiled = SimpleNamespace(metadata=metadata, run=None, function=77)
+        self._compiled = SimpleNamespace(metadata=metadata, _init_handles=lambda: None, function=77)
         self.parameters = Parameters(formats, (0,), maps)
         self.unknown = unknown
 
@@ -272,3 +274,45 @@ def test_the_sizes_of_a_map_are_parameters_where_they_are_encoded(monkeypatch, r
         ]
         assert [ctypes.c_int32.from_address(x).value for x in made.parameters[:rank]] == shape
         assert [ctypes.c_int64.from_address(x).value for x in made.parameters[rank:]] == strides
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """A compiled kernel that takes a while to load, and what Triton's driver says to it."""
+    from triton.compiler import compiler
+
+    kernel = object.__new__(compiler.CompiledKernel)
+    kernel.module = kernel.function = kernel._run = kernel.src = kernel.kernel = None
+    kernel.name = kernel.hash = kernel.metadata_group = None
+    kernel.metadata = SimpleNamespace(shared=1000, num_warps=4, warp_size=32)
+
+    def load_binary(*_):
+        time.sleep(0.2)
+        return "module", 1234, 32, 0, 1024
+
+    target = SimpleNamespace(warp_size=32)
+    utils = SimpleNamespace(load_binary=load_binary)
+    active = SimpleNamespace(
+        get_current_device=lambda: 0,
+        launcher_cls=lambda src, metadata: "launcher",
+        get_current_target=lambda: target,
+        utils=utils,
+    )
+    monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 2000)
+    return kernel
+
+
+def test_threads_that_load_a_kernel_at_once_all_get_it(unloaded):
+    with ThreadPoolExecutor(4) as pool:
+        handles = [pool.submit(variants._loaded, unloaded) for _ in range(4)]
+        assert [handle.result() for handle in handles] == [1234] * 4
+
+
+def test_a_kernel_that_cannot_be_loaded_is_refused_every_time(unloaded):
+    from triton.runtime.errors import OutOfResources
+
+    unloaded.metadata.shared = 3000
+    for _ in range(2):
+        with pytest.raises(OutOfResources, match="shared memory"):
+            variants._loaded(unloaded)

@@ -1,5 +1,6 @@
 """Timing contenders against one another: interleaved rounds, medians and their spread."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -169,6 +170,8 @@ def captured(runs: tuple[Run, ...]) -> Run:
         for run in runs:
             run()
     torch.cuda.current_stream().wait_stream(stream)
+    # an older graph that Python destroyed during the capture would make it fail
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for run in runs:

@@ -6,6 +6,7 @@ Finding the variant again in Triton's front end takes longer than everything els
 one pass over the arguments gives both the key of the variant and the values of its parameters.
 """
 
+import threading
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -118,6 +119,8 @@ def _no_constants(args: Sequence[Any]) -> None:
 
 
 _kernels: dict[int, _Kernel] = {}
+# Held while a kernel is loaded; a hook of Triton's that runs then may launch kernels of its own.
+_loading = threading.RLock()
 
 
 def find_variant(
@@ -194,7 +197,10 @@ def current_sm() -> int:
 
 def _loaded(compiled: Any) -> int:
     """The kernel's handle on the current device, onto which it is loaded."""
-    compiled.run  # noqa: B018
+    # Triton makes the launcher first, and takes a kernel with a launcher for loaded: a second
+    # thread, or a call after one that failed, would get no handle from `compiled.run`
+    with _loading:
+        compiled._init_handles()
     return compiled.function
 
 

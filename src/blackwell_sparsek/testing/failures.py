@@ -2,8 +2,9 @@
 
     python -m pytest -p blackwell_sparsek.testing.failures -n 12 -m gpu tests
 
-A kernel that faults destroys the CUDA context of its process, and every later test there would fail
-as well. A worker of pytest-xdist ends itself after such a test, and xdist starts another.
+A kernel that faults destroys the CUDA context of its process, and a CUDA graph whose capture failed
+leaves random numbers unusable there: every later test would fail as well. A worker of pytest-xdist
+ends itself after such a test, and xdist starts another.
 """
 
 import os
@@ -26,6 +27,8 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
         # pytest captures sys.stderr, and workers send their output only with their reports
         print(f"\nFAILED {report.nodeid} ({report.when})", file=sys.__stderr__)
         print(report.longreprtext, file=sys.__stderr__, flush=True)
+        for title, text in report.sections:
+            print(f"--- {title} ---\n{text}", file=sys.__stderr__, flush=True)
     return report
 
 
@@ -36,7 +39,14 @@ def pytest_configure(config: Any) -> None:
 
 
 class ContextWatch:
-    """Ends a worker whose CUDA context was destroyed by the test that has just finished."""
+    """Ends a worker in which CUDA cannot be used after the test that has just finished."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a failure: random numbers are tried after one, because that moves their state."""
+        self._failed |= report.failed
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
@@ -44,11 +54,14 @@ class ContextWatch:
         in_use: Callable[[], bool] = torch.cuda.is_initialized
         if in_use():
             self._check(nodeid)
+        self._failed = False
 
     def _check(self, nodeid: str) -> None:
         try:
             torch.cuda.synchronize()
+            if self._failed:
+                torch.rand(1, device="cuda")
         except RuntimeError as error:
-            text = f"\n{nodeid} destroyed the CUDA context: {error}"
+            text = f"\n{nodeid} left CUDA unusable: {error}"
             print(text, file=sys.__stderr__, flush=True)
             os._exit(LOST_CONTEXT)
