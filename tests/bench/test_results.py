@@ -135,9 +135,8 @@ def test_the_whole_document_is_shown(tmp_path):
     _shown(path)
 
 
-@pytest.mark.parametrize(
-    "suite", ["matmul_founding", pytest.param("decode", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("suite", ["matmul_founding", "decode"])
 def test_any_wrong_value_is_refused_or_shown(tmp_path, suite):
     """Every odd value in every place of a small document; none is a crash."""
     path, whole, counts = tmp_path / "x.json", _whole(suite, sides=(64,)), [0, 0]

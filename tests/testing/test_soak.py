@@ -100,6 +100,7 @@ def test_growth_on_the_device_is_found(monkeypatch):
     assert any("bytes more are in use on cpu" in failure for failure in report.failures)
 
 
+@pytest.mark.exhaustive
 def test_a_thread_stays_through_all_laps():
     """PyTorch keeps memory for each thread that multiplies on a stream."""
     met = set()

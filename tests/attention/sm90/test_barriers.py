@@ -31,6 +31,7 @@ SHARED = 228 * 1024
 
 
 MORE = [
+    {"consumers": 2, "tile_d": 128, "tile_dv": 128, "long": True},
     {"consumers": 3, "tile_d": 64, "tile_dv": 64, "packed": True},
     {"consumers": 1, "tile_d": 64, "tile_dv": 64, "banded": True},
     {"consumers": 2, "tile_d": 128, "tile_dv": 128, "block_size": (128, 16)},
@@ -42,7 +43,6 @@ MORE = [
 @pytest.mark.parametrize(
     "call",
     [
-        {"consumers": 2, "tile_d": 128, "tile_dv": 128, "long": True},
         {"consumers": 1, "tile_d": 128, "tile_dv": 128, "block_size": (64, 64)},
         *(pytest.param(call, marks=pytest.mark.exhaustive) for call in MORE),
     ],
@@ -52,6 +52,7 @@ def test_the_barriers_lie_where_the_warps_look_for_them(call):
     check_barriers(CASE, repr(call))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [0, 2])
 def test_barriers_beside_gates(case):
     check_barriers(GATED_CASE, str(case))

@@ -201,6 +201,7 @@ def test_a_benchmark_case_is_no_kernel(capsys, monkeypatch):
     assert "benchmark" not in err and err.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_one_kernel_is_really_compiled(capsys):
     out = _printed(capsys, "profile", "merge_states/float16-d64", "--arch", "sm_90", status=0).out
     assert "sm_90" in out and "of 64" in out

@@ -109,6 +109,7 @@ def test_generation(make_model, both):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     specification = importlib.util.spec_from_file_location("llama_end_to_end", SCRIPT)

@@ -28,14 +28,19 @@ print("at", config.exchange_offset, "bytes", config.exchange_bytes, "tiles", til
 """
 
 
+MORE = [
+    ("bsr_spmm_narrow_sm90/128x128-64x16x128-stages10-parts2", "same"),
+    ("bsr_spmm_narrow_sm90/64x64-64x64x64-stages6-parts2-extras", "same"),
+    ("bsr_spmm_narrow_fp8_sm90/parts2-128x128-n64", "same"),
+]
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        ("bsr_spmm_narrow_sm90/128x128-64x16x128-stages10-parts2", "same"),
-        ("bsr_spmm_narrow_sm90/64x64-64x64x64-stages6-parts2-extras", "same"),
         # moving sums takes the most memory
         ("bsr_spmm_narrow_sm90/128x128-64x64x128-stages6-parts2", "fp32"),
-        ("bsr_spmm_narrow_fp8_sm90/parts2-128x128-n64", "same"),
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE),
     ],
     ids="-".join,
 )

@@ -19,13 +19,16 @@ case, = (case for case in made if case.name == sys.argv[1])
 REPORT = "print(json.dumps([config.placed_barriers()]))"
 
 
-MORE = ["sparse_attn_fwd_sm90/nsa", "sparse_attn_dq_sm90/narrow-gated", "sparse_attn_gathered/qsa"]
+MORE = [
+    *("sparse_attn_fwd_sm90/nsa", "sparse_attn_dq_sm90/narrow-gated", "sparse_attn_gathered/qsa"),
+    "sparse_attn_gathered/tokens",
+]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("sparse_attn_dq_sm90/nsa", "sparse_attn_gathered/tokens"),
+        "sparse_attn_dq_sm90/nsa",
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE),
     ],
 )
