@@ -94,6 +94,27 @@ def test_what_it_refuses(changes, text):
     assert text in attn_fwd_fp8_sm90_unsupported(problem(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "consumers"),
+    [
+        ({}, 3),
+        ({"max_q": 1000, "max_k": 1000}, 2),
+        ({"banded": True, "max_k": 2000}, 2),
+        ({"softcap": True}, 2),
+        ({"head_dim_v": 128}, 2),
+        ({"head_dim": 192, "head_dim_v": 256}, 2),
+        ({"mask_block": (128, 128)}, 2),
+        ({"mask_block": (64, 128)}, 1),
+    ],
+    ids=str,
+)
+def test_consumers(changes, consumers):
+    narrow = {"heads_q": 64, "head_dim": 64, "head_dim_v": 64, "max_q": 16384, "max_k": 16384}
+    given = problem(**(narrow | changes))
+    config = launch_fp8.attn_fwd_fp8_sm90_config(given, k_blocks=True)
+    assert consumers == config.CONSUMERS
+
+
 def test_auto_takes_it():
     assert fp8_dispatch.choose("auto", problem()).name == "sm90"
     assert fp8_dispatch.choose("auto", problem(turned_values=False)).name == "triton"
@@ -275,6 +296,48 @@ def test_switches_of_the_configuration(switches, options, monkeypatch):
         visible = visible_keys(700, 1500, device, True, options["window"] - 1)
     plain, _ = rounded_weights(*(x.stored() for x in made), 128**-0.5, visible)
     assert_within_budget(out, exact.double(), plain)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((1, 1), {}),
+        ((193, 300), {"causal": True}),
+        ((450, 700), {"causal": True, "window": 200}),
+        ((129, 65), {"causal": True, "sinks": True}),
+        ((400, 515), {"scale": 0.3}),
+    ],
+    ids=str,
+)
+def test_three_consumers(lengths, options, monkeypatch):
+    device = torch.device("cuda")
+    sq, sk = lengths
+    q, k, v = (torch.randn(2, h, s, 64, device=device) for h, s in ((4, sq), (2, sk), (2, sk)))
+    made, scales = rounded(q, k, v)
+    data = [x.data for x in made]
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(4, device=device)
+    config = launch_fp8.make_fp8_config(3, 64, 64, None, sk > 128)
+    monkeypatch.setattr(launch_fp8, "attn_fwd_fp8_sm90_config", lambda *_: config)
+    monkeypatch.setattr(api, "_FP8", {})
+    with poison.poisoned_empty():
+        out, lse = bsk.attention(*data, **scales, **options, return_lse=True, impl="sm90")
+    exact, exact_lse = bsk.attention(
+        *data, **scales, **options, return_lse=True, out_dtype=torch.float32, impl="reference"
+    )
+    visible = visible_keys(sq, sk, device, options.get("causal", False))
+    if "window" in options:
+        visible = visible_keys(sq, sk, device, True, options["window"] - 1)
+    plain, plain_lse = rounded_weights(
+        *(x.stored() for x in made), options.get("scale", 0.125), visible,
+        sinks=options.get("sinks"),
+    )  # fmt: skip
+    assert_within_budget(out, exact.double(), plain)
+    # each of the two sums in a score keeps 13 bits below its largest term
+    truncated = 2 * 2.0 ** (23 - 13)
+    assert_within_budget(lse, exact_lse.double(), plain_lse, roundings=3.0 + truncated)
 
 
 @pytest.mark.sm90

@@ -77,11 +77,11 @@ class AttnFwdSm90Config:
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
         plain = plain and not (self.SKIP_ABSENT or self.PING_PONG or self.Q_REGISTERS)
-        plain = plain and self.CONSUMERS < 3 and not self.GATED
+        plain = plain and not self.GATED
         assert not self.GATED or (self.SCHEDULER_WARP and not self.HALF_TILES), f"{self=}"
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         # a lone consumer comes with a scheduler warp
-        assert not self.FP8 or self.CONSUMERS == 2 or self.SCHEDULER_WARP, f"{self=}"
+        assert not self.FP8 or self.CONSUMERS > 1 or self.SCHEDULER_WARP, f"{self=}"
         # the product of a half is one WGMMA wide
         halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV == self.SLICE_DV
         assert not self.HALVES or halves, f"{self=}"
@@ -324,9 +324,12 @@ def make_fp8_config(
     # blocks 543 and 610
     halves = tile_n == 128 and block_kv is not None
     slice_dv = tile_dv if halves else 64
-    room = SMEM_BYTES if consumers == 2 else SMEM_BYTES // 2 - 2048
+    room = SMEM_BYTES if consumers > 1 else SMEM_BYTES // 2 - 2048
     # a second buffer of queries costs no stage of keys
     q_stages = 2
+    consumer, producer = (240, 24) if block_kv is None else (232, 40)
+    if consumers == 3:
+        consumer, producer = 160, 32
     room -= consumers * GROUP_ROWS * (q_stages * tile_d + 2 * slice_dv)
     return AttnFwdSm90Config(
         CONSUMERS=consumers,
@@ -337,8 +340,8 @@ def make_fp8_config(
         SLICE_DV=slice_dv,
         STAGES=min(MOST_STAGES, room // (tile_n * (tile_d + tile_dv))),
         BLOCK_KV=tile_n if block_kv is None else block_kv,
-        CONSUMER_REGISTERS=240 if block_kv is None else 232,
-        PRODUCER_REGISTERS=24 if block_kv is None else 40,
+        CONSUMER_REGISTERS=consumer,
+        PRODUCER_REGISTERS=producer,
         MAX_REGISTERS=168 if consumers == 2 else 128,
         Q_STAGES=q_stages,
         SCHEDULER_WARP=block_kv is not None,

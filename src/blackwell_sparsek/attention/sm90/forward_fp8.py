@@ -468,7 +468,7 @@ def _attn_fwd_fp8_sm90_kernel(
             [4, 1, 1],
             [registers, producer_registers, producer_registers],
         )
-    else:
+    elif consumers == 2:
         gl.warp_specialize(
             [
                 (_consume, (consume, shared, 0, CFG)),
@@ -477,4 +477,15 @@ def _attn_fwd_fp8_sm90_kernel(
             ],
             [4, 1],
             [registers, producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consume, shared, 0, CFG)),
+                (_consume, (consume, shared, 1, CFG)),
+                (_consume, (consume, shared, 2, CFG)),
+                (produce_tiles, (produce, shared, CFG)),
+            ],
+            [4, 4, 1],
+            [registers, registers, producer_registers],
         )

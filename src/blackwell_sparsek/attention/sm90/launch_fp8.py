@@ -21,16 +21,19 @@ from .forward_fp8 import _attn_fwd_fp8_sm90_kernel
 from .forward_plan import tma_strides
 from .forward_producer import Workspace
 from .schedule import forward_schedule, forward_work_tiles
-from .tuning import attn_fwd_sm90_raster_group
+from .tuning import attn_fwd_sm90_raster_group, fastest_consumers
 
 
 @lru_cache(maxsize=1024)
 def attn_fwd_fp8_sm90_config(problem: Fp8AttnProblem, k_blocks: bool) -> AttnFwdSm90Config:
     """Tiles of a problem; `k_blocks`: keys have a scale for every 128 of them."""
-    block_q, block_kv = problem.mask_block or (2 * GROUP_ROWS, None)
-    # a work tile stays within one row of the mask, so rows of 64 take one consumer
-    consumers = min(block_q // GROUP_ROWS, 2)
     tile_d, tile_dv = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
+    if problem.mask_block is None:
+        consumers, block_kv = fastest_consumers(problem, max(tile_d, tile_dv), 2), None
+    else:
+        block_q, block_kv = problem.mask_block
+        # a work tile stays within one row of the mask, so rows of 64 take one consumer
+        consumers = min(block_q // GROUP_ROWS, 2)
     return make_fp8_config(consumers, tile_d, tile_dv, block_kv, k_blocks)
 
 

@@ -139,18 +139,10 @@ def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
         consumers = min(block_q // GROUP_ROWS, 2)
         config = make_forward_config(consumers, tile_d, tile_dv, block_kv, problem.varlen)
         return with_added_scores(config, problem)
-    dim = max(tile_d, tile_dv)
-    # Registers suffice for three consumers only if accumulators are 64 wide and there is neither a
-    # tanh nor ALiBi or a bias.
-    # TFLOP/s of D64 with one (in half tiles), two and three consumers: full 410 420 435 at 1k
-    # tokens; causal 321 310 264, 385 366 365, - 407 420, - 435 490 at 1k, 2k, 4k and 16k.
-    long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
-    three = dim == 64 and not (problem.softcap or problem.alibi or problem.bias) and long_enough
-    choices = (3, 2, 1) if three else (2, 1)
     # wide heads leave a single consumer one stage of keys: only masks with rows of 64 take it
-    consumers = 2 if dim > 128 else min(choices, key=lambda count: _time(problem, dim, count))
+    fewest = 2 if max(tile_d, tile_dv) > 128 else 1
     config = make_forward_config(
-        consumers,
+        fastest_consumers(problem, max(tile_d, tile_dv), fewest),
         tile_d,
         tile_dv,
         packed=problem.varlen,
@@ -158,6 +150,20 @@ def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
         long=problem.max_k >= LONG_SPLIT,
     )
     return with_added_scores(config, problem)
+
+
+def fastest_consumers(problem: "AttnProblem", dim: int, fewest: int) -> int:
+    """How many consumers share the KV tiles of a problem without a mask, in tiles `dim` wide."""
+    # Registers suffice for three consumers only if accumulators are 64 wide and there is neither a
+    # tanh nor ALiBi or a bias.
+    # TFLOP/s of D64 with one (in half tiles), two and three consumers: full 410 420 435 at 1k
+    # tokens; causal 321 310 264, 385 366 365, - 407 420, - 435 490 at 1k, 2k, 4k and 16k.
+    long_enough = _keys(problem) >= (LONG_BANDED if problem.banded else LONG_FULL)
+    three = dim == 64 and not (problem.softcap or problem.alibi or problem.bias) and long_enough
+    most = 3 if three else 2
+    if most == fewest:
+        return fewest
+    return min(range(most, fewest - 1, -1), key=lambda count: _time(problem, dim, count))
 
 
 def with_added_scores(config: AttnFwdSm90Config, problem: "AttnProblem") -> AttnFwdSm90Config:

@@ -10,7 +10,7 @@ from ...attention.sm90.launch_fp8 import attn_fwd_fp8_sm90_config, launch_attn_f
 from ...attention.triton.forward_fp8 import launch_attn_fwd_fp8
 from ...attention.triton.tuning import attn_fwd_fp8_config
 from ...calls.attention import AttentionCall, AttnSpec
-from ...calls.fp8 import Fp8AttentionCall, QuantizeCall
+from ...calls.fp8 import TOKEN_PADDING, Fp8AttentionCall, QuantizeCall
 from ...calls.matmul import BsrProblem
 from ...core.arch import Arch
 from ...core.compat import warps_may_part
@@ -100,13 +100,19 @@ def quantize_cases() -> Iterator[CompileCase]:
 
 
 def attention_call(
-    dim: int, *, mask: tuple[int, int] | None = None, turned: bool = True, everything: bool = False
+    dim: int,
+    *,
+    length: int = 1000,
+    mask: tuple[int, int] | None = None,
+    turned: bool = True,
+    everything: bool = False,
 ) -> Fp8AttentionCall:
-    """A call over 1000 tokens with scales by block and channel; `everything` adds all options."""
-    length, heads = 1000, 8
+    """A call with scales by block and channel; `everything` adds all options."""
+    heads = 8
     q, k, v = (meta(2, n, length, dim, dtype=E4M3) for n in (2 * heads, heads, heads))
     if turned:
-        v = meta(2, heads, dim, 1008, dtype=E4M3)[..., :length].mT
+        padded = -(-length // TOKEN_PADDING) * TOKEN_PADDING
+        v = meta(2, heads, dim, padded, dtype=E4M3)[..., :length].mT
     block_mask = None
     if mask is not None:
         keep = torch.ones(1, 1, -(-length // mask[0]), -(-length // mask[1]), dtype=torch.bool)
@@ -116,8 +122,8 @@ def attention_call(
         sinks = meta(2 * heads, dtype=torch.float32)
         spec = spec._replace(band=Band(None, 0), softcap=30.0, sinks=sinks)
     scales = (
-        meta(2, 2 * heads, 8, dtype=torch.float32),
-        meta(2, heads, 8, dtype=torch.float32),
+        meta(2, 2 * heads, -(-length // 128), dtype=torch.float32),
+        meta(2, heads, -(-length // 128), dtype=torch.float32),
         meta(2, heads, dim, dtype=torch.float32),
     )
     return Fp8AttentionCall(AttentionCall(q, k, v, spec), *scales, torch.bfloat16)
@@ -155,6 +161,8 @@ def hopper_cases() -> Iterator[CompileCase]:
     yield hopper_case("mask-rows-of-64", 128, mask=(64, 64), spills=908)
     yield hopper_case("all-options", 128, everything=True, spills=684)
     yield hopper_case("dense", 64)
+    # three consumers
+    yield hopper_case("long", 64, length=4000, spills=1580)
     yield hopper_case("dense", 256, spills=2592)
 
 
