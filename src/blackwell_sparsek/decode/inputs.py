@@ -13,6 +13,7 @@ from ..attention.inputs import (
     DENSE,
     DTYPES,
     check_head_dims,
+    check_head_groups,
     check_out,
     check_sinks,
     check_slopes,
@@ -132,10 +133,7 @@ def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -
             op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape)
         )
     heads: int = k_cache.shape[2 if paged else 1]
-    if q.shape[1] % heads if heads else q.shape[1]:
-        expected = "a multiple of the heads of k_cache"
-        got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
-        raise_mismatch(op, "q", "has a wrong number of heads", expected, got)
+    check_head_groups(op, q.shape[1], heads, arg_k="k_cache")
     return heads
 
 

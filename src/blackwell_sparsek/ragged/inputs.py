@@ -13,6 +13,7 @@ from ..attention.inputs import (
     DTYPES,
     PACKED,
     check_head_dims,
+    check_head_groups,
     check_out,
     check_sinks,
     check_slopes,
@@ -208,9 +209,7 @@ def _check_keys(op: str, q: Any, k: Any, v: Any, layout: str, batch: int | None)
     if layout == PAGED and k.shape[1] == 0:
         raise_mismatch(op, "k", "has pages without tokens", "page_size >= 1", [*k.shape])
     heads: int = k.shape[2 if layout == PAGED else 1]
-    if q.shape[1] % heads if heads else q.shape[1]:
-        got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
-        raise_mismatch(op, "q", "has a wrong number of heads", "a multiple of those of k", got)
+    check_head_groups(op, q.shape[1], heads)
     return heads
 
 
