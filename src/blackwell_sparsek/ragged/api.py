@@ -342,7 +342,7 @@ def attention_varlen(
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
         *(scale, softcap, batch_invariant, deterministic, impl),
-        # offsets that are missing are not those that are passed twice
+        # missing offsets must not count as the same offsets passed twice
         cu_seqlens_k is None,
     )
     # replay identifies tensors by address, and the same offsets may be passed twice

@@ -89,7 +89,7 @@ class DsRing(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a consumer writes, and by way of what."""
+    """The results of a consumer, and the shared memory that they pass through."""
 
     dk_desc: Any
     dv_desc: Any
@@ -462,7 +462,7 @@ def _add_sums(desc, x, smem, place, CFG: gl.constexpr):
 
 @gluon.jit
 def _add_gradient(desc, x, smem, head, row, WIDTH: gl.constexpr, CFG: gl.constexpr):
-    """What `_store_gradient` does where other work tiles add to the same gradients, in fp32.
+    """As `_store_gradient`, for gradients that other work tiles add to as well, in fp32.
 
     Sums lie in memory as those of dq do; `smem` holds 64 columns at a time.
     """

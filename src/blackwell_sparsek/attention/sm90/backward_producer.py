@@ -82,12 +82,12 @@ class WorkTile(NamedTuple):
     first_row: Any
     """Row of the first query of its sequence, see `Shared`; 0 unless packed."""
     visits: Any
-    """What `heads_of_visits` gives, of all sequences alike, as consumers count them."""
+    """The result of `heads_of_visits` for consumers, which count all sequences alike."""
     heads: Any
 
 
 class Progress(NamedTuple):
-    """What a producer has done so far."""
+    """The progress of a producer."""
 
     step: Any
     slot: Any
@@ -141,7 +141,7 @@ def heads_of_visits(shared, CFG: gl.constexpr):
 
 @gluon.jit
 def _place_in_group(item, heads, CFG: gl.constexpr):
-    """Query tile and head of one of the steps of a visit to so many heads; blocks stay whole."""
+    """Query tile and head of a step of a visit to several heads; blocks stay whole."""
     tiles_of_block: gl.constexpr = CFG.last_in_block + 1
     of_block = item % (heads * tiles_of_block)
     q_tile = item // (heads * tiles_of_block) * tiles_of_block + of_block % tiles_of_block

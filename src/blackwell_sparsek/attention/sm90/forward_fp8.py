@@ -93,7 +93,7 @@ HEADROOM = gl.constexpr(8)
 
 
 class Fp8ConsumerArgs(NamedTuple):
-    """What only the consumers read and write."""
+    """Arguments of the consumers alone."""
 
     out_desc: Any
     lse_ptr: Any
@@ -135,7 +135,7 @@ def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.co
     ahead: gl.constexpr = CFG.products_ahead
     total = ()
     for i in gl.static_range(slices - 1):
-        # either all products were started, and those of later slices go on, or this one alone was
+        # either all products were started, and later slices go on, or only this one was
         done = warpgroup_mma_wait(slices - 1 - i if ahead > 1 else 0, deps=(products[i],))
         total = total + (acc[i] * factor + done,)  # noqa: RUF005
         if i + ahead < slices:
@@ -340,7 +340,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 at = at + channels.to(gl.int64) * consume.v_scales.last
                 of_channel = gl.load(at, mask=channels < consume.head_dim_v, other=0.0)
                 result = result * of_channel[None, :]
-            # the copy before, at first that of the last work tile, must have read the buffer
+            # the previous copy, at first of the last work tile, must have read the buffer
             tma.store_wait(0)
             out_smem.store(result.to(out_smem.dtype))
             fence_async_shared()

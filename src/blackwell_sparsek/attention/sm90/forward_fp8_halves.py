@@ -69,7 +69,7 @@ PRODUCT_TILES = gl.constexpr(2)
 
 
 class TileScales(NamedTuple):
-    """What the scale of a KV tile is made of."""
+    """The factors of the scale of a KV tile."""
 
     of_queries: Any
     """That of the queries, times that of the keys if these have one for all."""

@@ -351,7 +351,7 @@ class BackwardLaunches:
                 *(plan.padded_keys, plan.copies, k_sums, v_sums),
             ]
             launch.run(plan.key_tiles, stream, values, ())
-        # until here nobody else may have the memory
+        # until here the memory must not be reused
         del memory, owner
         return dq, dk, dv
 

@@ -183,7 +183,7 @@ def _layer_mask(
     sparse: BlockSparse | None,
     block_indices: torch.Tensor | None,
 ) -> tuple[Band, BlockMask | None]:
-    """What the queries of a prompt see."""
+    """The keys that the queries of a prompt see."""
     band, block_mask = plan.band, plan.block_mask
     if block_indices is not None:
         size = module.indexer.block_size
@@ -208,7 +208,7 @@ def _visible_elements(
     sparse: BlockSparse | None,
     block_indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the queries see, bool `[B or 1, H or 1, Sq, Sk]`."""
+    """The keys that the queries see, bool `[B or 1, H or 1, Sq, Sk]`."""
     sq, sk = query.shape[2], key.shape[2]
     if plan.lengths is None:
         if sparse is None and block_indices is None:
