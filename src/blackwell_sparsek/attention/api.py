@@ -1,4 +1,8 @@
-"""`attention` for dense tensors and `attention_varlen` for packed sequences."""
+"""`bsk.attention`, and the part of `bsk.attention_varlen` for packed keys and values.
+
+The public `attention_varlen`, in `ragged.api`, also takes caches and calls `attention_packed` for
+the rest.
+"""
 
 from typing import Any, Literal, overload
 
@@ -314,7 +318,7 @@ def attention(
     return returned(results, out, return_lse)
 
 
-def attention_varlen(
+def attention_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -378,7 +382,7 @@ def attention_varlen(
     >>> import torch
     >>> q = k = v = torch.randn(10, 4, 16)
     >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
-    >>> attention_varlen(
+    >>> attention_packed(
     ...     q, k, v, offsets, offsets, max_seqlen_q=7, max_seqlen_k=7, causal=True
     ... ).shape
     torch.Size([10, 4, 16])

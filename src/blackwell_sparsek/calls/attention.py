@@ -159,8 +159,6 @@ class AttnProblem:
     """Whether causal or a window limits a side."""
     mask_block: tuple[int, int] | None
     """Block size of the block mask, None without one."""
-    element_bits: bool
-    """Whether some blocks of the mask are partial."""
     softcap: bool
     sinks: bool
     backward: bool = False
@@ -206,7 +204,6 @@ class AttnProblem:
             varlen=spec.is_varlen,
             banded=spec.band != (None, None),
             mask_block=None if mask is None else mask.block_size,
-            element_bits=mask is not None and mask.bits.shape[0] > 0,
             softcap=spec.softcap != 0.0,
             sinks=spec.sinks is not None,
             backward=backward,

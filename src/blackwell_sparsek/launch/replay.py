@@ -228,16 +228,14 @@ def repeat(
     cache: Cache,
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
-    stream: int | None = None,
     below_autocast: bool = False,
 ) -> Tensors | None:
     """Replay what `record` kept for such a call; None if the call must be made in full."""
-    found = described(options, inputs, stream, below_autocast)
+    found = described(options, inputs, below_autocast=below_autocast)
     if found is None:
         return None
-    key, addresses = found.key, found.addresses
-    launches = kept(cache, key)
-    return None if launches is None else launches(addresses)
+    launches = kept(cache, found.key)
+    return None if launches is None else launches(found.addresses)
 
 
 def record(
@@ -248,7 +246,6 @@ def record(
     *args: Any,
     operands: int,
     wanted: int | None = None,
-    stream: int | None = None,
     below_autocast: bool = False,
     closed: bool = False,
 ) -> Tensors:
@@ -258,7 +255,7 @@ def record(
     `repeat` returns only the first `wanted` results, by default all; the others become scratch
     memory. For `closed` see `Recorder`.
     """
-    found = described(options, inputs, stream, below_autocast)
+    found = described(options, inputs, below_autocast=below_autocast)
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
         return run(*args)
     key = found.key

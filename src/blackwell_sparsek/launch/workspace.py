@@ -188,20 +188,16 @@ _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _for_captures: dict[int, list[torch.Tensor]] = {}
 
 
-def self_resetting_counters(
-    count: int, device: torch.device, stream: int | None = None
-) -> torch.Tensor:
-    """`count` or more int32 that are zero when a launch finds them and that it must leave zero.
+def self_resetting_counters(count: int, device: torch.device) -> torch.Tensor:
+    """`count` or more int32 that are zero before a launch, which must leave them zero.
 
-    For one launch on `stream`, by default the current one; a CUDA `device` has an index.
+    For one launch on the current stream; a CUDA `device` has an index.
     """
     if device.type != "cuda":
         words = _zeroed(count, device)
     else:
-        if stream is None:
-            stream = raw_stream(device.index)
         capturing = torch.cuda.is_current_stream_capturing()
-        words = counters_of_stream(count, device, stream, capturing)
+        words = counters_of_stream(count, device, raw_stream(device.index), capturing)
     record = current_recording()
     if record is not None:
         record.self_resetting.append(words)

@@ -4,7 +4,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..attention.api import attention_varlen as attention_packed
+from ..attention.api import attention_packed
 from ..attention.inputs import overlaps
 from ..calls.attention import returned
 from ..calls.ragged import RaggedCall
