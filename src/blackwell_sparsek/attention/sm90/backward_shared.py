@@ -62,8 +62,8 @@ class Shared(NamedTuple):
     heads: Heads
     band: Band
     cu_seqlens: CuSeqlens
-    """None if sequences are not packed. Each of these begins at a multiple of `PADDING` among lse,
-    delta and the sums of dq of a head, which has `head_rows` of them in all."""
+    """None if sequences are not packed. In lse, delta and the sums of dq, each sequence begins at a
+    multiple of `PADDING` rows; a head has `head_rows` rows in all."""
 
 
 class Descriptors(NamedTuple):
@@ -103,12 +103,12 @@ class WorkOrder(NamedTuple):
     visits: Any
     visit_heads: Any
     num_batch_heads: Any
-    """Of the keys."""
+    """(batch, KV head) pairs."""
     raster_group: Any
-    """How many of them run together, so that their queries stay in L2."""
+    """(batch, KV head) pairs that run together, so that their queries stay in L2."""
     head_splits: Any
-    """Shares into which the query heads of a KV head are divided. Each counts as a KV head of its
-    own, with the same keys: `num_batch_heads` and the group size are those of shares."""
+    """Shares into which the query heads of a KV head are divided. `num_batch_heads` and the group
+    size count each share as a KV head of its own."""
 
 
 class StepInfo(NamedTuple):

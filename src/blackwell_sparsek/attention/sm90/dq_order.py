@@ -30,7 +30,7 @@ class Columns(NamedTuple):
 
     batch: int
     heads: int
-    """Of the keys."""
+    """KV heads."""
     group_size: int
     band: Band
     raster_group: int
