@@ -75,9 +75,9 @@ WGMMA = {"wgmma.mma_async": 1}
 # Tensors.
 
 
-def by_token(heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def by_token(heads: int, dim: int, dtype: torch.dtype, tokens: int = TOKENS) -> torch.Tensor:
     """[2, heads, tokens, dim] in the order of a projection: the heads of a token are contiguous."""
-    return meta(2, TOKENS, heads, dim, dtype=dtype).transpose(1, 2)
+    return meta(2, tokens, heads, dim, dtype=dtype).transpose(1, 2)
 
 
 def by_head(heads: int, dim: int, dtype: torch.dtype, tokens: int = TOKENS) -> torch.Tensor:
