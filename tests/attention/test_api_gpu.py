@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from blackwell_sparsek.attention.api import attention, attention_varlen
+from blackwell_sparsek.attention.api import attention, attention_packed
 from blackwell_sparsek.attention.triton import forward as attention_triton
 from blackwell_sparsek.calls.attention import AttentionCall
 from blackwell_sparsek.testing import layouts
@@ -106,7 +106,7 @@ def test_packed_graph_replays_with_other_lengths():
     cu = torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32)
 
     def call():
-        return attention_varlen(
+        return attention_packed(
             q, q, q, cu, cu, max_seqlen_q=256, max_seqlen_k=256, causal=True, impl="triton"
         )
 

@@ -192,7 +192,7 @@ def test_replays_compare_out_with_all_that_is_read(monkeypatch):
     q, k, v, sinks, bias, out = (torch.zeros(1, 1, 1, 8) for _ in range(6))
     compared = []
     monkeypatch.setattr(api, "overlaps", lambda out, *others: not compared.extend(others))
-    assert api._repeated((), (q, k, v, sinks, None, bias, out), None) is None
+    assert api._replay_extended((), (q, k, v, sinks, None, bias, out), None) is None
     assert [id(x) for x in compared] == [id(x) for x in (q, k, v, sinks, bias)]
 
 

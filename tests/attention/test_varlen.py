@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from blackwell_sparsek.attention.api import attention, attention_varlen
+from blackwell_sparsek.attention.api import attention, attention_packed
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType
 from blackwell_sparsek.masks.block_mask import BlockMask
 from blackwell_sparsek.testing.inputs import normal
@@ -11,7 +11,7 @@ Q, K = normal(10, 4, 8, seed=1), normal(10, 2, 8, seed=2)
 
 
 def call(q=Q, k=K, v=K, cu_q=CU, cu_k=CU, max_q=7, max_k=7, **options):
-    return attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options)
+    return attention_packed(q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, **options)
 
 
 def offsets(*values):

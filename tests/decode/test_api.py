@@ -96,7 +96,7 @@ def test_autocast_casts_queries_but_no_cache():
         ({"v_cache": torch.zeros(2, 2, 20, 16).half()}, "k_cache/v_cache have different dtypes"),
         (
             {"q": torch.zeros(2, 4, 1, 16).half()},
-            "k_cache has a dtype that q does not go with; expected that of q or "
+            "k_cache has a dtype that q does not go with; expected that of q, torch.float16, or "
             "torch.float8_e4m3fn, got torch.float32",
         ),
         ({"cache_seqlens": torch.tensor([20, 7])}, "cache_seqlens has an unsupported dtype"),

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from blackwell_sparsek.attention.inputs import scale_or_default
 from blackwell_sparsek.distributed import Band, Plan, heads, schedule, sequence
-from blackwell_sparsek.distributed.api import _scheduled
+from blackwell_sparsek.distributed.call import scheduled
 from blackwell_sparsek.distributed.collectives import Pending
 from blackwell_sparsek.distributed.group import Members
 from blackwell_sparsek.distributed.visible import Visible
@@ -64,7 +64,7 @@ def run_of(method, monkeypatch, fetch_tokens):
     monkeypatch.setattr(schedule, "FETCH_TOKENS", fetch_tokens)
     plan = Plan.contiguous(LENGTH, RANKS, tile=16)
     visible = Visible("test", plan, Band(None, None))
-    work = _scheduled(visible, 1, 1, method, torch.device("cpu"))
+    work = scheduled(visible, 1, 1, method, torch.device("cpu"))
     scale = scale_or_default("test", None, 16)
     members = Members(None, 1, RANKS)
     return sequence.SequenceRun(members, plan.lengths, work, scale, 0.0, False, "eager")

@@ -10,7 +10,7 @@ import torch
 import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.inputs import scale_or_default
 from blackwell_sparsek.distributed import Band, balance, heads, schedule, sequence
-from blackwell_sparsek.distributed.api import _scheduled
+from blackwell_sparsek.distributed.call import scheduled
 from blackwell_sparsek.distributed.collectives import Pending
 from blackwell_sparsek.distributed.group import Members
 from blackwell_sparsek.distributed.visible import Visible
@@ -119,7 +119,7 @@ def test_ranks_give_what_one_call_gives(name, method, dtype, device, exchange, m
     def work(members):
         rank = members.rank
         q, k, v, do = (plan.shard(x, 2, rank=rank) for x in given)
-        planned = _scheduled(visible, rank, 2, method, device)
+        planned = scheduled(visible, rank, 2, method, device)
         if method == "allgather" or (method, name) == ("needed", "causal"):
             assert len(planned.fetches) == (2 if dtype == torch.float32 else 1)
         scale = scale_or_default("test", None, 64)

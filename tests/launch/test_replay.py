@@ -29,7 +29,7 @@ STREAM = 7
 SEEN_BEFORE = module.seen_before
 CHECKS = (
     *("check_qkv", "check_head_dims", "check_block_mask", "check_choice", "band_of"),
-    *("check_cu_seqlens", "check_same_batch", "_check_max"),
+    "check_packed",
 )
 
 

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from blackwell_sparsek.attention.api import attention, attention_varlen
+from blackwell_sparsek.attention.api import attention, attention_packed
 from blackwell_sparsek.calls.attention import AttnGradients, AttnSpec
 from blackwell_sparsek.decode.api import attention_decode
 from blackwell_sparsek.masks.band import Band
@@ -88,7 +88,7 @@ def test_packed(case):
     ]
     offsets = [torch.tensor([0, *x], device=device).cumsum(0).int() for x in (q_lens, k_lens)]
     longest = {"max_seqlen_q": sq, "max_seqlen_k": sk}
-    out, lse = attention_varlen(*packed, *offsets, **longest, **options, return_lse=True)
+    out, lse = attention_packed(*packed, *offsets, **longest, **options, return_lse=True)
     spec = spec._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_q=sq, max_k=sk)
     check_attention(out, lse, *packed, spec)
 

@@ -1,17 +1,20 @@
-"""`attention` for dense tensors and `attention_varlen` for packed sequences."""
+"""`bsk.attention`, and the part of `bsk.attention_varlen` for packed keys and values.
+
+The public `attention_varlen`, in `ragged.api`, also takes caches and calls `attention_packed` for
+the rest.
+"""
 
 from typing import Any, Literal, overload
 
 import torch
 
 from ..calls.attention import AttentionCall, returned
-from ..core.checks import check_choice, check_tensor, message
+from ..core.checks import check_choice, message
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.errors import InvalidInput, Unsupported
 from ..launch.replay import Cache, record, repeat
 from ..masks.band import band_of
 from ..masks.block_mask import BlockMask
-from ..masks.packed import check_cu_seqlens, check_same_batch
 from .autograd import attend
 from .fp8_inputs import fp8_call, is_fp8_call
 from .fp8_op import attend_fp8
@@ -23,16 +26,19 @@ from .inputs import (
     autocast_qkv,
     check_block_mask,
     check_head_dims,
+    check_packed,
     check_qkv,
     checked_call,
     fitted_mask,
     overlaps,
 )
 from .replay import describe, given_offsets
-from .resize import recorder, repeated
+from .resize import recorder, replayed_or_resized
 
-# Recorded launches of calls in fp8 without a mask.
+# Recorded launches of fp8 calls without a mask.
 _FP8: Cache = {}
+# Recorded launches of calls with slopes, a bias or `out`, which `describe` does not cover.
+_EXTENDED: Cache = {}
 
 
 @overload
@@ -250,8 +256,8 @@ def attention(
         scales = (q_descale, k_descale, v_descale)
         fp8_options = (causal, window, scale, softcap, out_dtype, impl)
         fp8_inputs = (q, k, v, *scales, sinks)
-        made = repeat(_FP8, fp8_options, fp8_inputs) if block_mask is None else None
-        if made is None:
+        results = repeat(_FP8, fp8_options, fp8_inputs) if block_mask is None else None
+        if results is None:
             fp8 = fp8_call(
                 op,
                 *(q, k, v, DENSE, scales, out_dtype),
@@ -262,23 +268,23 @@ def attention(
                 sinks=sinks,
             )
             if block_mask is not None:
-                made = attend_fp8(fp8, impl)
+                results = attend_fp8(fp8, impl)
             else:
-                made = record(
+                results = record(
                     *(_FP8, fp8_options, fp8_inputs, attend_fp8, fp8, impl),
                     operands=0,
                     closed=True,
                 )
-        return returned(made, None, return_lse)
+        return returned(results, None, return_lse)
     options = (return_lse, causal, window, scale, softcap, deterministic, impl)
     inputs = (q, k, v, sinks)
     further = (alibi_slopes, bias, out)
     is_extended = not (alibi_slopes is None and bias is None and out is None)
     if is_extended:
-        found, results = None, _repeated(options, (*inputs, *further), block_mask)
+        found, results = None, _replay_extended(options, (*inputs, *further), block_mask)
     else:
         found = describe(options, inputs, block_mask)
-        results = repeated(found, options, inputs, block_mask)
+        results = replayed_or_resized(found, options, inputs, block_mask)
     if results is None:
         op = "attention"
         check_qkv(op, q, k, v, DENSE)
@@ -305,14 +311,14 @@ def attention(
             out=out,
         )
         if is_extended:
-            results = _attend(options, (*inputs, *further), call, impl)
+            results = _attend_extended(options, (*inputs, *further), call, impl)
         else:
             with recorder(found, options, inputs, call, impl) as recording:
                 results = recording.keep(attend(call, impl, plain=found is not None))
     return returned(results, out, return_lse)
 
 
-def attention_varlen(
+def attention_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -376,7 +382,7 @@ def attention_varlen(
     >>> import torch
     >>> q = k = v = torch.randn(10, 4, 16)
     >>> offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
-    >>> attention_varlen(
+    >>> attention_packed(
     ...     q, k, v, offsets, offsets, max_seqlen_q=7, max_seqlen_k=7, causal=True
     ... ).shape
     torch.Size([10, 4, 16])
@@ -387,9 +393,9 @@ def attention_varlen(
         op = "attention_varlen"
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, out=out)
         check_choice(op, "impl", impl, IMPLS)
-        _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
-        made = attend_fp8(
+        results = attend_fp8(
             fp8_call(
                 op,
                 *(q, k, v, PACKED, scales, out_dtype),
@@ -403,7 +409,7 @@ def attention_varlen(
             ),
             impl,
         )
-        return returned(made, None, return_lse)
+        return returned(results, None, return_lse)
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k),
         *(causal, window, scale, softcap, deterministic, impl),
@@ -412,15 +418,15 @@ def attention_varlen(
     further = (alibi_slopes, out)
     is_extended = any(x is not None for x in further)
     if is_extended:
-        found, results = None, _repeated(options, (*inputs, *further), block_mask)
+        found, results = None, _replay_extended(options, (*inputs, *further), block_mask)
     else:
         found = describe(options, inputs, block_mask, packed=True)
-        results = repeated(found, options, inputs, block_mask, packed=True)
+        results = replayed_or_resized(found, options, inputs, block_mask, packed=True)
     if results is None:
         op = "attention_varlen"
         check_qkv(op, q, k, v, PACKED)
         check_head_dims(op, q, v)
-        _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         band = band_of(op, causal, window)
         batch = cu_seqlens_q.numel() - 1
         check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k, k.shape[1])
@@ -445,19 +451,15 @@ def attention_varlen(
             out=out,
         )
         if is_extended:
-            results = _attend(options, (*inputs, *further), call, impl)
+            results = _attend_extended(options, (*inputs, *further), call, impl)
         else:
             with recorder(found, options, inputs, call, impl) as recording:
                 results = recording.keep(attend(call, impl, plain=found is not None))
     return returned(results, out, return_lse)
 
 
-# Launches of calls with options that `describe` does not know, for `repeat`.
-_EXTENDED: dict[Any, Any] = {}
-
-
-def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] | None:
-    """Replay such a call; None if it must be made in full, for instance because of a mask."""
+def _replay_extended(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] | None:
+    """Replay a call of `_EXTENDED`; None if it must be made in full, as with a block mask."""
     *others, out = inputs
     if mask is not None:
         return None
@@ -466,8 +468,10 @@ def _repeated(options: Any, inputs: Any, mask: Any) -> tuple[torch.Tensor, ...] 
     return repeat(_EXTENDED, options, inputs)
 
 
-def _attend(options: Any, inputs: Any, call: AttentionCall, impl: str) -> tuple[torch.Tensor, ...]:
-    """Make such a call in full, and record its launches for `_repeated` where they can be."""
+def _attend_extended(
+    options: Any, inputs: Any, call: AttentionCall, impl: str
+) -> tuple[torch.Tensor, ...]:
+    """Make a call in full, and record its launches for `_replay_extended` if they can be."""
     _, _, _, sinks, *_ = inputs
     # sinks with gaps are copied, and a replay would read this call's copy
     if call.spec.block_mask is not None or not (sinks is None or sinks.is_contiguous()):
@@ -477,18 +481,8 @@ def _attend(options: Any, inputs: Any, call: AttentionCall, impl: str) -> tuple[
     return record(_EXTENDED, options, inputs, attend, call, impl, operands=3, wanted=wanted)
 
 
-def _check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
-    """Offsets and longest lengths of packed sequences."""
-    check_tensor(op, "q", q)
-    check_cu_seqlens(op, "cu_seqlens_q", cu_q, device=q.device)
-    check_cu_seqlens(op, "cu_seqlens_k", cu_k, device=q.device)
-    check_same_batch(op, cu_q, cu_k)
-    _check_max(op, "max_seqlen_q", max_q)
-    _check_max(op, "max_seqlen_k", max_k)
-
-
 def _refuse_for_fp8(op: str, deterministic: Any, **further: Any) -> None:
-    """fp8 has no gradients, which is all that `deterministic` is about, and fewer options."""
+    """Raise for options that fp8 calls do not have: those in `further`, and `deterministic`."""
     for arg, value in further.items():
         if value is not None:
             raise Unsupported(f"{op}: {arg} does not go with fp8 tensors; expected None")
@@ -497,10 +491,3 @@ def _refuse_for_fp8(op: str, deterministic: Any, **further: Any) -> None:
         raise InvalidInput(
             message(op, "deterministic", "is about gradients", expected, deterministic)
         )
-
-
-def _check_max(op: str, arg: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
-    if value < 0:
-        raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))

@@ -1,8 +1,8 @@
 """Gradients of attention, and the calls that need them.
 
 `bsk::attn_fwd` has a derivative for everything that sees the operator: transforms, modes,
-compilers. But torch's overhead for a Python operator with list arguments is longer than a small
-training step. If none of them intercepts a call, `attend` gives autograd the same derivative
+compilers. But torch takes longer to call a Python operator with list arguments than a small
+training step takes. If none of these intercepts a call, `attend` gives autograd the same derivative
 through an `autograd.Function`; without gradients it bypasses the operator altogether.
 """
 
@@ -45,8 +45,8 @@ from .resize_backward import gradient_recorder, resized_gradients
 def attend(call: AttentionCall, impl: str, plain: bool = False) -> Tensors:
     """Output and lse of a checked call, by the cheapest path that provides its gradients.
 
-    A call with `out` has none, and only its lse is returned. `plain` says that
-    `launch.replay.is_plain_call` need not be asked.
+    A call with `out` has no gradients, and only its lse is returned. `plain` means that
+    `launch.replay.is_plain_call` is known to be true.
     """
     q, k, v, spec = call.q, call.k, call.v, call.spec
     sinks, further = spec.sinks, (spec.sinks, spec.alibi_slopes, spec.bias, call.out)
@@ -97,18 +97,18 @@ class TrainingCall:
         self._spec = spec
         self._deterministic = deterministic
         self._impl = impl
-        # those of `gradient_options`
+        # the result of `gradient_options`
         self._options = options
         self._forward = forward
         self._gradients: Cache = {}
         # launches not yet bound to a mask, shared by calls that differ only in their masks
         self._of_kind: Cache = {} if of_kind is None else of_kind
-        # of queries and keys, if not those of the spec, which takes long to copy
+        # of queries and keys if they differ from the spec, which takes long to copy
         self._lengths = lengths
 
     @classmethod
     def of(cls, call: AttentionCall, impl: str) -> "TrainingCall":
-        """The record of a call; autograd saves the tensors that have gradients or may be large."""
+        """The record of a call without the tensors that autograd saves."""
         spec, mask = call.spec, call.spec.block_mask
         mask = None if mask is None else _lists_of(mask)
         given = (call.deterministic, backward_dispatch.own_or_auto(impl), spec.is_varlen)
@@ -157,7 +157,7 @@ class TrainingCall:
         sinks: torch.Tensor | None,
         return_lse: bool,
     ) -> Tensors:
-        """The call on these tensors, whose output and lse have been computed."""
+        """The call on these tensors; `results` are its output and lse, already computed."""
         made: Any = _apply(q, k, v, sinks, (self, lambda: results, _NOTHING_FIXED, return_lse))
         return made if return_lse else (made,)
 
@@ -179,7 +179,7 @@ class TrainingCall:
             inputs = (dout, q, k, v, out, dlse, lse, *given_offsets(cu_q, cu_k))
             found = described(needs, inputs, stream, below_autocast=True)
         if found is not None:
-            # a call with lengths of its own has no launches yet, and a key is long to hash
+            # a resized call has no launches yet, and hashing a key takes long
             launches = self._gradients.get(found.key) if self._gradients else None
             if launches is None:
                 launches = self._gradient_launches(found.key, options)
@@ -243,7 +243,7 @@ def _with_tensors(spec: AttnSpec, sinks: Any, *fixed: Any) -> AttnSpec:
 
 
 def _lists_of(mask: BlockMask) -> BlockMask:
-    """A mask that shares the lists: `mask` itself caches calls, so keeping it forms a cycle."""
+    """A mask that shares the lists; keeping `mask` would form a cycle, as it caches calls."""
     sizes = (mask.batch, mask.heads, mask.seq_lengths, mask.block_size)
     return BlockMask._from_tensors(mask.tensors(), *sizes)
 
@@ -275,12 +275,12 @@ class _Attention(torch.autograd.Function):
         return (*_needed(made, needs), None)
 
 
-# skips torch's own `apply`, which checks for transforms: callers with addresses have checked
+# skips torch's own `apply`, which checks for transforms: `described` has already done so
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """The derivative for transforms of `torch.func`, which do not use those of operators."""
+    """The derivative for transforms of `torch.func`, which ignore derivatives of operators."""
 
     generate_vmap_rule = True
 
@@ -290,7 +290,7 @@ class _TransformedAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        # transforms look for tensors inside of this tuple
+        # transforms find the tensors inside this tuple
         spec: AttnSpec,
         deterministic: bool,
         impl: str,

@@ -6,7 +6,7 @@ import torch
 
 from ..calls.fp8 import Fp8AttentionCall
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from .op import OPTIONS_SCHEMA, ForwardArguments, call_of, operator_options
 from .sm90 import tuning as sm90
@@ -26,12 +26,10 @@ fp8_dispatch.register(
     "blackwell_sparsek.attention.triton.forward_fp8:forward",
     auto_passes=interpreted_only,
 )
-fp8_dispatch.register(
-    "eager", lambda problem: None, "blackwell_sparsek.attention.eager.fp8:forward"
-)
+fp8_dispatch.register("eager", every_problem, "blackwell_sparsek.attention.eager.fp8:forward")
 fp8_dispatch.register(
     "reference",
-    lambda problem: None,
+    every_problem,
     "blackwell_sparsek.reference.fp8:forward",
     auto_passes=only_asked,
 )

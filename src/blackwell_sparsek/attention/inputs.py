@@ -25,6 +25,7 @@ from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import autocast_dtype, cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
+from ..masks.packed import check_cu_seqlens, check_same_batch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -39,8 +40,8 @@ _RANKS = {DENSE: 4, PACKED: 3}
 def check_qkv(
     op: str, q: Any, k: Any, v: Any, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
-    """Type, layout, dtype, device and shape of q, k and v, in that order; host only."""
-    if _are_right(q, k, v, layout):
+    """Check type, layout, dtype, device and shape of q, k and v, in that order; host only."""
+    if _clearly_valid(q, k, v, layout):
         return
     tensors = dict(zip(names, (q, k, v), strict=True))
     for arg, x in tensors.items():
@@ -54,7 +55,7 @@ def check_qkv(
 
 
 def check_qkv_shapes(op: str, tensors: dict[str, torch.Tensor], layout: str) -> None:
-    """Sizes of q, k and v, under these names, that go together."""
+    """Check that the shapes of q, k and v fit together; `tensors` maps their names to them."""
     names = tuple(tensors)
     q, k, v = tensors.values()
     if layout == DENSE and not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -63,37 +64,50 @@ def check_qkv_shapes(op: str, tensors: dict[str, torch.Tensor], layout: str) -> 
         _raise_mismatch(op, tensors, "have different head dims", "q and k alike")
     if k.shape[:-1] != v.shape[:-1]:
         _raise_mismatch(op, tensors, "do not match", "k and v alike but for the last dimension")
-    heads_q, heads_kv = q.shape[1], k.shape[1]
+    check_head_groups(op, q.shape[1], k.shape[1], names[0], names[1])
+
+
+def check_head_groups(
+    op: str, heads_q: int, heads_kv: int, arg_q: str = "q", arg_k: str = "k"
+) -> None:
+    """Check that the query heads can be divided among the KV heads."""
     if heads_q % heads_kv if heads_kv else heads_q:
-        raise InvalidInput(
-            message(
-                op,
-                names[0],
-                "has a wrong number of heads",
-                f"a multiple of the heads of {names[1]}",
-                f"{heads_q} query heads not divisible by {heads_kv} kv heads",
-            )
-        )
+        expected = f"a multiple of the heads of {arg_k}"
+        got = f"{heads_q} query heads not divisible by {heads_kv} kv heads"
+        raise InvalidInput(message(op, arg_q, "has a wrong number of heads", expected, got))
 
 
-def _are_right(q: Any, k: Any, v: Any, layout: str) -> bool:
-    """Whether these pass all checks of `check_qkv`, at a glance: False if that takes more."""
+def check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
+    """Check the offsets and the maximum lengths of packed sequences."""
+    check_tensor(op, "q", q)
+    check_cu_seqlens(op, "cu_seqlens_q", cu_q, device=q.device)
+    check_cu_seqlens(op, "cu_seqlens_k", cu_k, device=q.device)
+    check_same_batch(op, cu_q, cu_k)
+    for arg, value in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
+        if value < 0:
+            raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))
+
+
+def _clearly_valid(q: Any, k: Any, v: Any, layout: str) -> bool:
+    """The fast path of `check_qkv`: True if all its checks pass, False if they have to run."""
     if not (type(q) is type(k) is type(v) is torch.Tensor) or _is_transformed():
         return False
-    # in this order: a tensor without strides refuses to tell its shape
+    # layout first: a nested or sparse tensor raises when asked for its strides or shape
     for x in (q, k, v):
         if x.layout is not torch.strided or x.is_nested or x.dtype not in DTYPES:
             return False
         if x.stride()[-1:] != (1,):
             return False
-    of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if not len(of_q) == len(of_k) == len(of_v) == _RANKS[layout]:
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    if not len(shape_q) == len(shape_k) == len(shape_v) == _RANKS[layout]:
         return False
-    heads_q, heads_kv = of_q[1], of_k[1]
+    heads_q, heads_kv = shape_q[1], shape_k[1]
     return (
-        of_k[:-1] == of_v[:-1]
-        and of_q[-1] == of_k[-1]
-        and (layout != DENSE or of_q[0] == of_k[0])
+        shape_k[:-1] == shape_v[:-1]
+        and shape_q[-1] == shape_k[-1]
+        and (layout != DENSE or shape_q[0] == shape_k[0])
         and heads_kv > 0
         and heads_q % heads_kv == 0
         and q.device == k.device == v.device
@@ -115,7 +129,7 @@ def _raise_mismatch(op: str, tensors: dict[str, torch.Tensor], problem: str, exp
 
 
 def check_head_dims(op: str, q: torch.Tensor, v: torch.Tensor, largest: int = MAX_HEAD_DIM) -> None:
-    """Head dims that the kernels support."""
+    """Check that head dims are between 1 and `largest`."""
     for arg, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= largest:
             problem, expected = "has an unsupported head dim", f"1 to {largest}"
@@ -143,7 +157,7 @@ def _number(op: str, arg: str, value: Any) -> float:
 
 
 def scale_or_default(op: str, scale: Any, head_dim: int) -> float:
-    """`scale`, or 1/sqrt(D)."""
+    """`scale`, by default 1/sqrt(D)."""
     return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else _number(op, "scale", scale)
 
 
@@ -158,7 +172,7 @@ def softcap_or_off(op: str, softcap: Any) -> float:
 
 
 def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
-    """One logit per query head."""
+    """Check that there is one sink per query head."""
     if sinks is None:
         return
     check_tensor(op, "sinks", sinks)
@@ -169,14 +183,14 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
 
 
 def fitted_mask(block_mask: Any, sq: Any, sk: Any) -> Any:
-    """A mask that was made without lengths for these, if it has as many blocks; others as given."""
+    """A mask made without lengths, set to these if its grid of blocks fits them; others as is."""
     if isinstance(block_mask, BlockMask) and block_mask._fits(sq, sk):
         return block_mask.for_lengths(sq, sk)
     return block_mask
 
 
 def check_slopes(op: str, slopes: Any, q: torch.Tensor, batch: int) -> None:
-    """One ALiBi slope per query head, the same for all sequences or not."""
+    """Check ALiBi slopes: one per query head, or one per sequence and query head."""
     if slopes is None:
         return
     arg = "alibi_slopes"
@@ -191,7 +205,7 @@ def check_slopes(op: str, slopes: Any, q: torch.Tensor, batch: int) -> None:
 
 
 def check_bias(op: str, bias: Any, q: torch.Tensor, sk: int) -> None:
-    """A bias for every score of q [B, Hq, Sq, D], which may broadcast over batch and heads."""
+    """Check a bias of the scores of q [B, Hq, Sq, D]; it may broadcast over batch and heads."""
     if bias is None:
         return
     check_tensor(op, "bias", bias)
@@ -209,7 +223,7 @@ def check_bias(op: str, bias: Any, q: torch.Tensor, sk: int) -> None:
 
 
 def _refuse_gradient(op: str, arg: str, x: torch.Tensor) -> None:
-    """Raise if the gradient of what is added to scores is needed, which is not computed."""
+    """Raise if slopes or a bias need a gradient: it is not computed."""
     if (torch.is_grad_enabled() and wants_gradient(x)) or is_differentiated_by_func(x):
         raise Unsupported(
             f"{op}: {arg} requires a gradient, which is not computed; pass {arg}.detach(), or use "
@@ -226,7 +240,10 @@ def check_block_mask(
     sk: int,
     kv_heads: int | None = None,
 ) -> None:
-    """A mask made for these sizes, on the device of q; with `kv_heads` also one per KV head."""
+    """Check that a mask fits these sizes and is on the device of q.
+
+    It may have one mask per KV head only if `kv_heads` is given.
+    """
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
@@ -243,7 +260,7 @@ def check_block_mask(
 
 
 def check_out(op: str, out: Any, shape: list[int], inputs: dict[str, torch.Tensor]) -> None:
-    """A tensor for the result, which shares no memory with the inputs, of which q is one."""
+    """Check a preallocated output, which must not share memory with `inputs`; they include q."""
     q = inputs["q"]
     check_tensor(op, "out", out)
     check_dtype(op, "out", out, [q.dtype])
@@ -259,12 +276,12 @@ def check_out(op: str, out: Any, shape: list[int], inputs: dict[str, torch.Tenso
         expected = "one place in memory for each element"
         raise InvalidInput(message(op, "out", "overlaps itself", expected, list(out.stride())))
     for arg, x in inputs.items():
-        if _spans_meet(out, x):
+        if _may_overlap(out, x):
             raise InvalidInput(message(op, "out", f"overlaps {arg}", "memory of its own", arg))
 
 
 def _shares_elements(x: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place, as in an expanded tensor."""
+    """Whether two elements may share an address, as in an expanded tensor."""
     needed = 1 if x.numel() else 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride < needed:
@@ -274,7 +291,7 @@ def _shares_elements(x: torch.Tensor) -> bool:
 
 
 def refuse_gradients_into(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
-    """Raise if a gradient is needed, which a result in a given tensor does not have."""
+    """Raise if an input needs a gradient: a call that writes to `out` has none."""
     for arg, x in tensors.items():
         if x is None:
             continue
@@ -286,21 +303,21 @@ def refuse_gradients_into(op: str, tensors: dict[str, torch.Tensor | None]) -> N
 
 
 def overlaps(out: Any, *inputs: Any) -> bool:
-    """Whether `out` shares memory with an input; False where that takes a check of their types.
+    """Whether `out` may share memory with an input; for replays, which skip `check_out`.
 
-    For replays of recorded launches, which skip `check_out`.
+    False for anything but plain tensors, which are not replayed.
     """
     tensors = (out, *inputs)
     if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in tensors):
         return False
-    return any(x.is_cuda and out.is_cuda and _spans_meet(out, x) for x in inputs)
+    return any(x.is_cuda and out.is_cuda and _may_overlap(out, x) for x in inputs)
 
 
-def _spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory between first and last element of one reaches into that of the other."""
+def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges from the first to the last element intersect."""
     if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
         return False
-    # what torch.vmap passes has no memory of its own
+    # tensors inside torch.vmap have no memory of their own
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (a, b))):
         return False
     ends = []
@@ -311,7 +328,7 @@ def _spans_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_deterministic(op: str, deterministic: Any) -> bool:
-    """None follows torch's global switch."""
+    """`deterministic`, by default as `torch.use_deterministic_algorithms` says."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(deterministic, bool):

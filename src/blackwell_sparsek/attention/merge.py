@@ -14,7 +14,8 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, Unsupported
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..core.torch_state import without_autocast
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..reference import merge as reference
 from .eager import softmax as eager
@@ -83,10 +84,10 @@ merge_dispatch.register(
     "blackwell_sparsek.attention.triton.merge:merge_states",
     auto_passes=interpreted_only,
 )
-merge_dispatch.register("eager", lambda problem: None, lambda call: eager.merge_states(*call))
+merge_dispatch.register("eager", every_problem, lambda call: eager.merge_states(*call))
 merge_dispatch.register(
     "reference",
-    lambda problem: None,
+    every_problem,
     lambda call: reference.merge_states(*call),
     auto_passes=only_asked,
 )
@@ -95,7 +96,7 @@ merge_dispatch.register(
 def _merge(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, impl: str
 ) -> Tensors:
-    with torch.autocast(o_a.device.type, enabled=False):
+    with without_autocast(o_a.device):
         o, lse = merge_dispatch.run(impl, MergeCall(o_a, lse_a, o_b, lse_b))
     return o.contiguous(), lse.contiguous()
 
@@ -114,7 +115,7 @@ def _merge_bwd(
     o_b: torch.Tensor,
     lse_b: torch.Tensor,
 ) -> Tensors:
-    with torch.autocast(o_a.device.type, enabled=False):
+    with without_autocast(o_a.device):
         gradients = eager.merge_states_backward(do, dlse, o_a, lse_a, o_b, lse_b)
     return tuple(gradient.contiguous() for gradient in gradients)
 

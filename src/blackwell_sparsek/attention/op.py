@@ -19,7 +19,6 @@ import torch
 from ..calls.attention import (
     AttentionCall,
     AttnGradients,
-    AttnProblem,
     AttnSpec,
     BackwardCall,
     empty_gradients,
@@ -28,7 +27,7 @@ from ..calls.attention import (
     tma_takes,
 )
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import NO_RECORDER
 from ..masks.band import Band
@@ -38,10 +37,6 @@ from .sm90 import tuning as sm90
 from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-def _everything(problem: AttnProblem) -> str | None:
-    return None
 
 
 forward_dispatch: Dispatcher = Dispatcher("attn_fwd")
@@ -57,10 +52,12 @@ forward_dispatch.register(
     "blackwell_sparsek.attention.triton.forward:forward",
     auto_passes=interpreted_only,
 )
-forward_dispatch.register("eager", _everything, "blackwell_sparsek.attention.eager.forward:forward")
+forward_dispatch.register(
+    "eager", every_problem, "blackwell_sparsek.attention.eager.forward:forward"
+)
 forward_dispatch.register(
     "reference",
-    _everything,
+    every_problem,
     "blackwell_sparsek.reference.attention:forward",
     auto_passes=only_asked,
 )
@@ -79,11 +76,11 @@ backward_dispatch.register(
     auto_passes=interpreted_only,
 )
 backward_dispatch.register(
-    "eager", _everything, "blackwell_sparsek.attention.eager.backward:backward"
+    "eager", every_problem, "blackwell_sparsek.attention.eager.backward:backward"
 )
 backward_dispatch.register(
     "reference",
-    _everything,
+    every_problem,
     "blackwell_sparsek.reference.attention:backward",
     auto_passes=only_asked,
 )
@@ -102,7 +99,7 @@ def run_forward(call: AttentionCall, impl: str) -> Tensors:
 
 
 def compute_forward(call: AttentionCall, impl: str) -> Tensors:
-    """What `run_forward` returns, never by recorded launches."""
+    """As `run_forward`, without looking for recorded launches."""
     # autocast has already cast q, k and v; in here it would round the sums
     with without_autocast(call.q.device):
         results: Tensors = forward_dispatch.run(impl, call)
@@ -118,7 +115,7 @@ def run_backward(
     needs: Sequence[bool],
     impl: str,
 ) -> Tensors:
-    """Gradients of q, k, v and the sinks; those that `needs` leaves out have no elements."""
+    """Gradients of q, k, v and the sinks; without elements where `needs` is False."""
     needs = tuple(needs)
     again = CheckedCall.backward(call, dout, dlse, out, lse, needs, impl)
     results = None if again is None else again.replay()
@@ -140,8 +137,8 @@ def compute_backward(
     needs: tuple[bool, ...],
     impl: str,
 ) -> Tensors:
-    """The gradients that `run_backward` returns, never by recorded launches."""
-    # autograd may pass an expanded gradient, for instance that of a sum
+    """As `run_backward`, without looking for recorded launches."""
+    # autograd may pass an expanded gradient, for instance the gradient of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     results = empty_gradients((call.q, call.k, call.v, call.spec.sinks), needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
@@ -227,7 +224,7 @@ def call_of(given: ForwardArguments | BackwardArguments) -> AttentionCall:
 def operator_options(call: AttentionCall, for_gradients: bool) -> tuple[Any, ...]:
     """The arguments of both operators between their tensors and `impl`: the inverse of `call_of`.
 
-    Only gradients read the transposed lists of a mask.
+    Only the backward pass reads the transposed lists of a mask.
     """
     spec, mask = call.spec, call.spec.block_mask
     tensors: list[torch.Tensor] = []

@@ -1,7 +1,7 @@
 """Turns the options of an attention call into the arguments of its kernels.
 
-Dense batches and packed sequences, masks and bands become the same few tuples, so that kernels
-need no flags for them. Nothing here needs a framework: see `launch.description`.
+Dense batches and packed sequences, masks and bands become the same few records, so that kernels
+need no flags for them. Nothing here needs torch or JAX: see `launch.description`.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +40,7 @@ class AttnStrides(NamedTuple):
 
 
 class DqStrides(NamedTuple):
-    """The same for the kernel of dq."""
+    """As `AttnStrides`, for the kernel of dq."""
 
     q: Strides
     k: Strides
@@ -50,10 +50,11 @@ class DqStrides(NamedTuple):
 
 
 class DkdvStrides(NamedTuple):
-    """The same for the kernel of dk and dv; those of k and v stand in for what is not written.
+    """As `AttnStrides`, for the kernel of dk and dv.
 
-    Not None, because a record that holds both records and other constants does not compile
-    with strides of 1 (see `testing.sizes_of_one`).
+    The strides of k or v stand in for a gradient that is not written. They cannot be None: a record
+    that holds both records and other constants does not compile with strides of 1 (see
+    `testing.sizes_of_one`).
     """
 
     q: Strides
@@ -69,7 +70,7 @@ class KernelOperands(NamedTuple):
 
     batch: int
     lengths: Lengths
-    """Queries and keys of each sequence; of the longest when they are packed."""
+    """Queries and keys of each sequence; if packed, the maximum lengths."""
     heads: Heads
     band: Band
     score: Score
@@ -175,5 +176,5 @@ def token_strides(x: Any) -> Strides:
 
 
 def _used_strides(x: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of some dimensions, 0 for those of size 1, as in `token_strides`."""
+    """Strides of some dimensions, 0 for a dimension of size 1, as in `token_strides`."""
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in dims)

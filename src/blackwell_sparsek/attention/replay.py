@@ -1,9 +1,9 @@
 """Recorded launches of attention: found by sizes and options, bound to the mask at hand.
 
-A call with a mask is recorded for all masks of its kind: those with the same sizes and blocks. The
-first call with another mask of the kind binds the recorded launches to its lists, and the mask
-keeps the result. `replayed` handles calls of the public functions, before anything is checked;
-`CheckedCall` handles calls that arrive through operators, and gradients.
+A call with a mask is recorded for all masks with the same sizes and block sizes, a *kind*. The
+first call with another mask of that kind binds the recorded launches to the lists of that mask,
+which keeps the result. `replayed` handles calls of the public functions, before anything is
+checked; `CheckedCall` handles calls that arrive through operators, and gradients.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from ..masks.derived_lists import derived_list
 _DENSE: Cache = {}
 _PACKED: Cache = {}
 _MASKED: Cache = {}
-# Launches of checked calls: those of operators, and gradients.
+# Launches of checked calls, which come from operators and from autograd.
 _FORWARD: Cache = {}
 _BACKWARD: Cache = {}
 
@@ -45,9 +45,7 @@ _BACKWARD: Cache = {}
 def describe(
     options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any, packed: bool = False
 ) -> Described | None:
-    """What the launches of a call depend on; None if the call must be made in full.
-
-    Nothing has been checked before.
+    """The key of a call whose arguments are still unchecked; None to make the call in full.
 
     Parameters
     ----------
@@ -61,7 +59,7 @@ def describe(
         if torch.compiler.is_compiling() or not isinstance(mask, BlockMask):
             return None
         mask._check_unwritten()
-        # lists that a mask caches were made on one stream; another must first wait for them
+        # a mask caches derived lists per stream, so a recording belongs to one stream too
         stream = stream_of(inputs[0])
     return described(options, inputs, stream, gradients=not packed, operands=3)
 
@@ -136,7 +134,7 @@ def _is_contiguous(sinks: torch.Tensor | None) -> bool:
 
 
 def has_plain_sinks(call: AttentionCall) -> bool:
-    """Whether kernels read the sinks of a call without a copy."""
+    """Whether kernels can read the sinks of a call without a copy."""
     return _is_contiguous(call.spec.sinks)
 
 
@@ -146,7 +144,7 @@ def forward_lists(mask: BlockMask) -> tuple[torch.Tensor, ...]:
 
 
 def mask_kind(mask: BlockMask, lists: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
-    """What launches depend on besides the addresses of lists.
+    """The properties of a mask that launches depend on, besides the addresses of its lists.
 
     None if a list is a subclass of tensor or not aligned to 16 bytes.
     """
@@ -183,8 +181,8 @@ def bound(recorded: Recorded, mask: BlockMask, lists: Sequence[torch.Tensor]) ->
 class CheckedCall(NamedTuple):
     """A checked forward or backward call that recorded launches may repeat.
 
-    `options` and `needs` are all that launches depend on besides tensors. `operands` enter matrix
-    products, `others` do not; `lists` are the tensors of the mask.
+    Launches depend on the tensors, `options` and `needs`. Matrix products multiply the `operands`,
+    not the `others`; `lists` are the tensors of the mask.
     """
 
     cache: Cache
@@ -220,7 +218,7 @@ class CheckedCall(NamedTuple):
     ) -> "CheckedCall | None":
         """Gradients of a call; None if launches alone cannot repeat them."""
         *_, of_sinks = needs
-        # delta for sinks is copied, and a replay does not repeat the copy
+        # gradients of sinks copy delta, and a replay does not repeat the copy
         spec, mask = call.spec, call.spec.block_mask
         if spec.is_biased or of_sinks or is_recording():
             return None
@@ -267,16 +265,16 @@ class CheckedCall(NamedTuple):
 def gradient_options(
     spec: AttnSpec, has_sinks: bool, deterministic: bool, impl: str, packed: bool
 ) -> tuple[Any, ...]:
-    """What the launches of gradients depend on besides tensors and `needs`."""
-    # tensors of packed sequences do not tell how long the longest is
+    """The options that the launches of gradients depend on, besides `needs`."""
+    # the shapes of packed tensors do not tell the longest length
     longest = (spec.max_q, spec.max_k) if packed else ()
     return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic, *longest)
 
 
 def given_offsets(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None) -> tuple[Any, ...]:
-    """Offsets of packed sequences as inputs of launches; those that serve keys too, once.
+    """Offsets of packed sequences as inputs of launches; None for `cu_k` if it is `cu_q`.
 
-    A replay identifies tensors by address, and most calls pass the same offsets twice.
+    A replay tells tensors apart by their addresses, and most calls pass the same offsets twice.
     """
     return () if cu_q is None else (cu_q, None if cu_k is cu_q else cu_k)
 

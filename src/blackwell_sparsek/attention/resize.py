@@ -1,9 +1,10 @@
 """Calls without a mask that differ only in their lengths from a call made before.
 
 Prompts and ragged batches have new lengths in almost every call, so that no recorded launches fit.
-Such a call skips what does not depend on lengths: most checks, the choice of an implementation, the
-lookup of the kernel. What depends on them (configuration, order, grid) is computed by the same
-functions as in a full call.
+Such a call skips everything that does not depend on lengths: most checks, the choice of an
+implementation, the lookup of the kernel. What does depend on them (configuration, order, grid) is
+computed by the same functions as in a full call. Calls that differ only in their lengths are a
+*family*.
 """
 
 from typing import Any, NamedTuple, cast
@@ -30,30 +31,30 @@ from . import replay
 from .autograd import TrainingCall
 from .sm90.config import AttnFwdSm90Config
 
-# What calls have in common that differ only in their lengths, by `_key`.
+# `_Family` by the key that `_family_call` returns.
 _FAMILIES: Cache = {}
 
 
 class _Family(NamedTuple):
-    """What calls that differ only in their lengths have in common."""
+    """Shared by calls that differ only in their lengths."""
 
     training: TrainingCall
-    """One of them."""
+    """The record of one of these calls."""
     device: int
     launches: Any
+    """`sm90.resize.ForwardLaunches`."""
 
 
-def repeated(
+def replayed_or_resized(
     found: Described | None,
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
     mask: Any,
     packed: bool = False,
 ) -> Tensors | None:
-    """Output and lse of a call by recorded launches; None if the call must be made in full.
+    """Output and lse of a call, by its own recorded launches or by those of its family.
 
-    The arguments are those of `replay.replayed`. Lengths that come often are left to the full call,
-    whose launches are recorded.
+    None if the call must be made in full. Arguments as in `replay.replayed`.
     """
     results = replay.replayed(found, options, inputs, mask, packed)
     if results is None and found is not None and mask is None and _FAMILIES:
@@ -62,13 +63,14 @@ def repeated(
 
 
 def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]) -> Tensors | None:
-    given = _given(found, options)
-    if given is None:
+    family_call = _family_call(found, options)
+    if family_call is None:
         return None
-    key, call = given
+    key, call = family_call
     family = kept(_FAMILIES, key)
     if family is None or family.device != raw_device():
         return None
+    # lengths that recur are left to the full call, which records its launches
     if times_seen(found.key) >= RESIZED_CALLS:
         return None
     results: Tensors | None = family.launches.run(call)
@@ -83,10 +85,10 @@ def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]
     return cast(Tensors, training.attend_with(results, q, k, v, sinks, return_lse))
 
 
-def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall] | None:
-    """The family of a call and what its launches depend on besides.
+def _family_call(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall] | None:
+    """The key of the family of a call, and everything else that its launches depend on.
 
-    None if it has to be checked or prepared in full.
+    None if the call must be checked and prepared in full.
     """
     q, k, v, sinks, *offsets = found.tensors
     if q is None or k is None or v is None:
@@ -101,7 +103,7 @@ def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall
         return None
     if 0 in shape_q or 0 in shape_k or not tma_takes_strides(strides_q, strides_k, strides_v):
         return None
-    # sinks with gaps are copied
+    # the full call copies sinks with gaps, and a resized one does not
     if sinks is not None and sinks[1] != (1,):
         return None
     at_q, at_k, at_v, at_sinks, *at_offsets = found.addresses
@@ -118,7 +120,7 @@ def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall
         _, heads, head_dim = shape_q
         tokens_k, heads_k, head_dim_k = shape_k
         tokens_v, heads_v, head_dim_v = shape_v
-        # offsets that serve keys too are given once
+        # offsets that queries and keys share are passed once
         cu_q, cu_k = offsets
         at_cu_q, at_cu_k = at_offsets
         cu_k, at_cu_k = cu_k or cu_q, at_cu_k or at_cu_q
@@ -139,35 +141,32 @@ def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall
 
 
 class _FamilyRecorder(Recorder):
-    """Keeps the launch of a call for calls with other lengths."""
+    """Keeps the launch of a call for others of its family."""
 
     def __init__(self, key: Any, call: AttentionCall, impl: str):
         super().__init__(None)
-        self._family, self._call, self._impl = key, call, impl
+        self._key, self._call, self._impl = key, call, impl
         self._recording = recording()
 
     def keep(self, results: Tensors) -> Tensors:
-        """Learn from the launch that computed `results`, if it is one that can be resized."""
+        """Learn from the launch that computed `results`, if it can be resized."""
         record, call = self._record, self._call
         if not record.complete or len(record.launches) != 1 or record.derived:
             return results
         (launch,) = record.launches
         config = launch.args[-1]
         if isinstance(config, AttnFwdSm90Config):
-            family = _FAMILIES.get(self._family)
+            # imported here because it imports kernels
+            from .sm90.resize import ForwardLaunches
+
+            family = _FAMILIES.get(self._key)
             if family is None:
                 training = TrainingCall.of(call, self._impl)
-                family = _Family(training, call.q.get_device(), _launches_of(call))
-                keep(_FAMILIES, self._family, family)
+                launches = ForwardLaunches(call.problem, call.spec, call.q.device)
+                family = _Family(training, call.q.get_device(), launches)
+                keep(_FAMILIES, self._key, family)
             family.launches.learn(launch)
         return results
-
-
-def _launches_of(call: AttentionCall) -> Any:
-    # with kernels, which are imported when they are first needed
-    from .sm90.resize import ForwardLaunches
-
-    return ForwardLaunches(call.problem, call.spec, call.q.device)
 
 
 def recorder(
@@ -177,14 +176,14 @@ def recorder(
     call: AttentionCall,
     impl: str,
 ) -> Recorder:
-    """Records a call that `repeated` did not make, if others can be made from its launches."""
+    """Records a call that `replayed_or_resized` could not make: for itself or for its family."""
     spec = call.spec
     exact = replay.recorder(found, options, inputs, spec.block_mask, packed=spec.is_varlen)
     if exact is not NO_RECORDER or found is None or spec.block_mask is not None:
         return exact
     q, k, v, *others = inputs
-    given = _given(found, options) if may_record(options, (q, k, v), others) else None
-    if given is None:
+    family_call = _family_call(found, options) if may_record(options, (q, k, v), others) else None
+    if family_call is None:
         return NO_RECORDER
-    family, _ = given
-    return _FamilyRecorder(family, call, impl)
+    key, _ = family_call
+    return _FamilyRecorder(key, call, impl)

@@ -63,7 +63,7 @@ _NOTHING = torch.empty(0)
 
 
 class _Family(NamedTuple):
-    """What gradients have in common that differ only in their lengths."""
+    """Shared by gradients that differ only in their lengths."""
 
     device: int
     launches: Any

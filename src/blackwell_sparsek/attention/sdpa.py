@@ -102,7 +102,7 @@ def sdpa_or_reason(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor | str:
-    """What `scaled_dot_product_attention` returns, or why torch's kernels should run instead."""
+    """The result of `scaled_dot_product_attention`, or why torch's kernels should run instead."""
     if dropout_p != 0.0:
         raise Unsupported(message(OP, "dropout_p", "asks for dropout", 0.0, dropout_p))
     to_bottom_right = is_bias = False

@@ -112,15 +112,15 @@ def _new_document(suite: Suite, device: torch.device, commit: str | None) -> dic
     }
 
 
-def failures(document: dict[str, Any], ours: str = "bsk") -> list[str]:
-    """Failures of ours; the reasons why other peers have no times are below the tables."""
+def failures(document: dict[str, Any]) -> list[str]:
+    """Failures of this package; why other peers have no times stands below the tables."""
     found = []
     for case in document["cases"]:
         if "error" in case:
             found.append(f"{case['name']}: {case['error']}")
         for name, entry in case["peers"].items():
             reason = entry.get("failed", entry.get("crashed"))
-            if name.startswith(ours) and reason is not None:
+            if name.startswith("bsk") and reason is not None:
                 found.append(f"{case['name']}: {name}: {reason}")
     return found
 

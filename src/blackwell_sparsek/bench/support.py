@@ -45,7 +45,7 @@ def attention_problem(arch: Arch, **changes: Any) -> AttnProblem:
         "max_k": 4096,
     }
     sizes |= {"head_dim": 128, "head_dim_v": 128}
-    names = ("varlen", "banded", "element_bits", "softcap", "sinks")
+    names = ("varlen", "banded", "softcap", "sinks")
     options: dict[str, Any] = dict.fromkeys(names, False) | {"mask_block": None, "tma": True}
     return replace(AttnProblem(arch, torch.bfloat16, **sizes, **options), **changes)
 

@@ -15,6 +15,8 @@ Run = Callable[[], Any]
 _FLUSH_BYTES = 256 * 2**20
 # The cache is overwritten at most this often before a sample, to give a slow host time.
 _MOST_FLUSHES = 8
+# Blocks of back-to-back calls that are timed for each contender.
+_SUSTAINED_BLOCKS = 3
 # Shorter CPU samples are repeated, because the clock and a cold cache line would distort them.
 _SHORTEST_SAMPLE_S = 2e-3
 
@@ -96,7 +98,7 @@ def time_interleaved(
 
 
 def time_sustained(
-    contenders: Mapping[str, Run], device: torch.device, *, block_s: float = 0.1, blocks: int = 3
+    contenders: Mapping[str, Run], device: torch.device, *, block_s: float = 0.1
 ) -> dict[str, Timing]:
     """Time each contender over blocks of back-to-back calls, in turns.
 
@@ -108,7 +110,7 @@ def time_sustained(
     sample = _CudaSample(device)
     calls = {name: max(1, round(block_s / sample(run, 1))) for name, run in contenders.items()}
     timings = {name: Timing() for name in contenders}
-    for block in range(blocks + 1):
+    for block in range(1 + _SUSTAINED_BLOCKS):
         for name, run in contenders.items():
             start, end = event(enable_timing=True), event(enable_timing=True)
             start.record()

@@ -1,4 +1,4 @@
-"""Attention calls: their tensors and options, checked once, and the problem that they pose."""
+"""Attention calls: tensors and options, checked once, and the `AttnProblem` that they pose."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class AttnSpec(NamedTuple):
 
 
 class AttnGradients(NamedTuple):
-    """The tensors that receive the gradients of a call; None for those that are not wanted.
+    """The tensors that receive the gradients of a call; None if a gradient is not needed.
 
     Each has the shape and dtype of its input and a contiguous last dimension.
     """
@@ -64,21 +64,24 @@ class AttnGradients(NamedTuple):
     dv: torch.Tensor | None
     dsinks: torch.Tensor | None
 
-    def fill(self, computed: Iterable[torch.Tensor | None]) -> None:
-        """Copy gradients that were computed elsewhere into these tensors."""
-        for gradient, value in zip(self, computed, strict=True):
-            if gradient is not None:
-                assert value is not None
-                gradient.copy_(value)
+
+def fill_gradients(
+    gradients: Iterable[torch.Tensor | None], computed: Iterable[torch.Tensor | None]
+) -> None:
+    """Copy computed gradients into the tensors of a call; None where one is not needed."""
+    for gradient, value in zip(gradients, computed, strict=True):
+        if gradient is not None:
+            assert value is not None
+            gradient.copy_(value)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Softmax and sums run in fp32, and in fp64 when the inputs are fp64."""
+    """The dtype of softmax and sums: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`lse` is fp32, except that fp64 inputs keep it in fp64 (so gradients stay exact)."""
+    """The dtype of `lse`: fp32, or fp64 for fp64 inputs, so that gradients stay exact."""
     return compute_dtype(dtype)
 
 
@@ -90,7 +93,7 @@ def heads_are_inner(q: torch.Tensor) -> bool:
 def empty_out(q: torch.Tensor, head_dim_v: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Output for queries `q`: contiguous, or in q's physical order when its heads are inner.
 
-    `dtype` is that of q by default.
+    `dtype` is by default that of q.
 
     A model that projects to [B, S, H * D] and transposes gets its output back in that order, so
     that the reshape after attention is a view.
@@ -114,9 +117,9 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
 def returned(
     results: tuple[torch.Tensor, ...], out: torch.Tensor | None, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What the caller gets of the tensors that a call allocated.
+    """The return value of a public function.
 
-    `results` begin with the output, unless it was given as `out`; lse follows.
+    `results` are output and lse, or lse alone if the output was given as `out`.
     """
     if out is not None:
         return (out, results[0]) if return_lse else out
@@ -126,9 +129,9 @@ def returned(
 def empty_gradients(
     inputs: Sequence[torch.Tensor | None], needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients laid out as their inputs, the first of which is given.
+    """Tensors for gradients, laid out as the inputs; without elements if not needed.
 
-    Those that are not needed have no elements.
+    The first input must not be None.
     """
     q = inputs[0]
     assert q is not None
@@ -140,7 +143,7 @@ def empty_gradients(
 
 @dataclass(frozen=True)
 class AttnProblem:
-    """One attention call, forward or backward, without its data."""
+    """One attention call, forward or backward, without its data: dispatch depends on this."""
 
     arch: Arch
     dtype: torch.dtype
@@ -156,8 +159,6 @@ class AttnProblem:
     """Whether causal or a window limits a side."""
     mask_block: tuple[int, int] | None
     """Block size of the block mask, None without one."""
-    element_bits: bool
-    """Whether some blocks of the mask are partial."""
     softcap: bool
     sinks: bool
     backward: bool = False
@@ -165,7 +166,7 @@ class AttnProblem:
     positive: bool = True
     """Whether scores are multiplied by a factor above zero before the softmax."""
     tma: bool = False
-    """Whether TMA can copy q, k, v and a given out: addresses and strides in steps of 16 bytes."""
+    """Whether TMA can copy q, k, v and a given out; see `tma_takes`."""
     tokens: tuple[int, int] | None = None
     """Queries and keys of all packed sequences together; None for dense batches."""
     alibi: bool = False
@@ -203,7 +204,6 @@ class AttnProblem:
             varlen=spec.is_varlen,
             banded=spec.band != (None, None),
             mask_block=None if mask is None else mask.block_size,
-            element_bits=mask is not None and mask.bits.shape[0] > 0,
             softcap=spec.softcap != 0.0,
             sinks=spec.sinks is not None,
             backward=backward,
@@ -240,12 +240,12 @@ class AttnProblem:
         )
 
 
-# Descriptors of packed sequences can step back by strides between tokens below this many bytes.
+# Descriptors of packed sequences step back by strides between tokens, up to this many bytes.
 FARTHEST_TOKENS = 2**34
 
 
 def tma_takes(x: torch.Tensor) -> bool:
-    """Whether TMA can copy tiles of `x`: address and strides in steps of 16 bytes."""
+    """Whether TMA can copy tiles of `x`: address and strides must be multiples of 16 bytes."""
     if x.is_contiguous():
         # all strides are multiples of the last dimension
         taken = x.nbytes
@@ -285,7 +285,7 @@ def tma_takes_strides(*tensors: tuple[int, ...], step: int = 8) -> bool:
 
 @dataclass(eq=False)
 class AttentionCall:
-    """One attention call, checked: what every implementation of the forward pass is given.
+    """One checked attention call, the argument of every implementation of the forward pass.
 
     Dense q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], or packed [T, H, D].
     `deterministic` concerns only the backward pass of this call.
@@ -301,7 +301,7 @@ class AttentionCall:
 
     @cached_property
     def problem(self) -> AttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         tensors = (self.q, self.k, self.v, self.spec)
         return AttnProblem.of(*tensors, deterministic=self.deterministic, out=self.out)
 
@@ -319,16 +319,16 @@ class AttentionCall:
 
 
 class ResizedCall(NamedTuple):
-    """A call without a mask, by what its launches depend on.
+    """A call without a mask, as plain numbers: everything its launches depend on.
 
-    The tensors are `launch.resize.MapSource`: address, shape and strides. TMA takes them.
+    The tensors are `launch.resize.MapSource` (address, shape and strides), which TMA accepts.
     """
 
     q: Any
     k: Any
     v: Any
     at_sinks: int
-    """An address, 0 if there are none; the offsets of packed sequences likewise."""
+    """An address, 0 without sinks; likewise for the offsets of packed sequences."""
     at_cu_seqlens_q: int
     at_cu_seqlens_k: int
     batch: int
@@ -338,7 +338,7 @@ class ResizedCall(NamedTuple):
 
 @dataclass(eq=False)
 class BackwardCall:
-    """The backward pass of a call: what every implementation of it is given.
+    """The backward pass of a call, the argument of every implementation of it.
 
     `dout` and `dlse` are the gradients of `out` and `lse`, the results of `forward`; `dlse` is None
     if there is none. Implementations compute and fill only the `gradients` that are not None.
@@ -353,7 +353,7 @@ class BackwardCall:
 
     @cached_property
     def problem(self) -> AttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return replace(self.forward.problem, backward=True)
 
 
@@ -382,5 +382,5 @@ class MergeCall(NamedTuple):
 
     @property
     def problem(self) -> MergeProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         return MergeProblem.of(self.o_a)

@@ -39,7 +39,7 @@ class AppendCall:
 
     @cached_property
     def problem(self) -> CacheProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         return _problem(self.k, self.k_cache, self.page_table)
 
 
@@ -71,7 +71,7 @@ class SlotsCall:
 
     @cached_property
     def problem(self) -> CacheProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         return CacheProblem(arch_of(self.k.device), self.k.dtype, self.k_cache.dtype, True)
 
 
@@ -91,7 +91,7 @@ class SummariesCall:
 
     @cached_property
     def problem(self) -> CacheProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         return _problem(self.low, self.k_cache, self.page_table)
 
 
@@ -113,7 +113,7 @@ class TopkCall:
 
     @cached_property
     def problem(self) -> CacheProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         return _problem(self.q, self.low, self.page_table)
 
 

@@ -24,10 +24,10 @@ class DecodeCall:
     v_cache: torch.Tensor
     """As `k_cache`, with Dv in place of D."""
     cache_seqlens: torch.Tensor
-    """int32 [B]: keys of each sequence, those of the queries included."""
+    """int32 [B]: keys of each sequence, including those at the positions of the queries."""
     scale: float
     page_table: torch.Tensor | None = None
-    """int32 [B, max_pages]: where page p of a sequence lies."""
+    """int32 [B, max_pages]: the indices of the pages of each sequence, in order."""
     kv_blocks: torch.Tensor | None = None
     """int32 [B, Hkv, n]: blocks to read, -1 for none; the pages of a sequence are such blocks."""
     kv_block_size: int = 0
@@ -41,10 +41,10 @@ class DecodeCall:
     alibi_slopes: torch.Tensor | None = None
     """fp32 [Hq] or [B, Hq]"""
     out: torch.Tensor | None = None
-    """[B, Hq, Sq, Dv]: where the result goes, all of it; None for a new tensor."""
+    """[B, Hq, Sq, Dv]: the tensor for the result, written completely; None for a new one."""
 
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where output and lse go."""
+        """The tensors that output and lse are written to."""
         out = empty_out(self.q, self.v_cache.shape[-1]) if self.out is None else self.out
         return out, empty_lse(self.q)
 
@@ -67,7 +67,7 @@ class DecodeCall:
 
     @cached_property
     def problem(self) -> "DecodeProblem":
-        """What the choice of an implementation and its tiles depend on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return DecodeProblem(
             arch=arch_of(self.q.device),
             dtype=self.q.dtype,

@@ -1,4 +1,4 @@
-"""Calls in fp8: rounding, with what shares a scale and what it returns, attention, products."""
+"""Calls in fp8: quantization, with its groups and its result, attention, and products."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from ..core.sizes import SCALE_CHANNELS as SCALE_CHANNELS
 from .attention import AttentionCall, AttnProblem, empty_lse, empty_out, tma_takes
 from .matmul import BsrProblem, MatmulCall
 
-# Rows of tokens by channels that share a scale; 0 is all of them. "tensor" shares one throughout.
+# Tokens and channels that share a scale; 0 is all of them. "tensor" has one scale for everything.
 _GROUPS = {"tensor": (0, 0), "head": (0, 0), "channel": (0, 1), "1x128": (1, 128)}
 _GROUPS |= {"128x128": (128, 128)}
 SCALES = ("tensor", "head", "block", "channel", "1x128", "128x128")
@@ -66,14 +66,14 @@ class QuantizeCall:
 
     @cached_property
     def problem(self) -> QuantizeProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         x = self.x
         arch = arch_of(x.device)
         return QuantizeProblem(arch, x.dtype, self.dtype, self.scale, x.shape[-1], x.numel())
 
     @property
     def group(self) -> Group:
-        """What shares a scale within the last two dimensions."""
+        """The tokens and channels that share a scale."""
         return group_of(self.scale, self.block)
 
     def empty_data(self) -> torch.Tensor:
@@ -98,7 +98,7 @@ class QuantizeCall:
 
 
 def group_of(scale: str, block: int) -> Group:
-    """What shares a scale within the last two dimensions."""
+    """The tokens and channels that share a scale."""
     return Group(block, 0) if scale == "block" else Group(*_GROUPS[scale])
 
 
@@ -129,7 +129,7 @@ class Quantized(NamedTuple):
     """fp32: what stored values are multiplied with. `[]` for one scale, [...] for one per head,
     [..., blocks], [..., D], or [..., S or blocks, blocks of channels]."""
     scale: str
-    """What shares a scale: an entry of `SCALES`."""
+    """The kind of group that shares a scale: an entry of `SCALES`."""
     block: int
     """Tokens that share a scale under "block"."""
     mean: torch.Tensor | None
@@ -152,7 +152,7 @@ class Quantized(NamedTuple):
         return x if self.mean is None else x + self.mean.unsqueeze(-2)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As bytes, because torch does not unpickle tensors in fp8."""
+        """Store fp8 as bytes, because torch does not unpickle fp8 tensors."""
         if self.data.dtype not in LARGEST:
             return Quantized, tuple(self)
         return restored, (self.data.view(torch.uint8), self.data.dtype, *self[1:])
@@ -161,7 +161,7 @@ class Quantized(NamedTuple):
 def restored(
     stored: Any, dtype: Any, descale: Any, scale: Any, block: Any, mean: Any, hadamard: Any
 ) -> Quantized:
-    """What `Quantized.__reduce__` took apart; all of it is checked, as it may come from a file."""
+    """The inverse of `Quantized.__reduce__`; checks everything, as it may come from a file."""
     op = "Quantized"
     check_tensor(op, "data", stored)
     check_dtype(op, "data", stored, (torch.uint8,))
@@ -186,7 +186,7 @@ def restored(
     return Quantized(stored.view(dtype), descale, scale, block, mean, hadamard)
 
 
-# It takes plain data, and checks all of it.
+# safe to unpickle: it takes plain data and checks all of it
 torch.serialization.add_safe_globals([restored])
 
 
@@ -238,7 +238,7 @@ class Fp8AttnProblem(AttnProblem):
 class Fp8AttentionCall:
     """Attention over e4m3 queries, keys and values, checked.
 
-    Each stored value stands for itself times its scale; scales are None where they are 1.
+    Each stored value represents itself times its scale; a scale of None is 1.
     """
 
     given: AttentionCall
@@ -252,7 +252,7 @@ class Fp8AttentionCall:
 
     @cached_property
     def problem(self) -> Fp8AttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         q, k, v, spec = self.given.q, self.given.k, self.given.v, self.given.spec
         problem = Fp8AttnProblem.of(q, k, v, spec)
         assert isinstance(problem, Fp8AttnProblem)
@@ -282,7 +282,7 @@ def is_turned(v: torch.Tensor) -> bool:
 class Fp8MatmulCall:
     """activation(x @ op(A) + bias) + residual, with x and the blocks of A in e4m3.
 
-    Each stored value stands for itself times its scale. `given` has the dense operand, x, on the
+    Each stored value represents itself times its scale. `given` has the dense operand, x, on the
     left, and names the dtype of the result.
     """
 
@@ -294,10 +294,10 @@ class Fp8MatmulCall:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `bsk::bsr_matmul_fp8` takes before `impl`."""
+        """The arguments of `bsk::bsr_matmul_fp8` before `impl`."""
         return (self.descale, self.x_descale, *self.given.arguments)
 
     @property
     def problem(self) -> BsrProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return self.given.problem

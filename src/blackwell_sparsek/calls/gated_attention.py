@@ -1,6 +1,5 @@
 """Calls of attention whose keys have a gate: tensors and options, checked once."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -31,7 +30,7 @@ class GatedCall:
 
     @property
     def problem(self) -> AttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return self.attention.problem
 
     @property
@@ -41,7 +40,7 @@ class GatedCall:
 
 
 class GatedGradients(NamedTuple):
-    """The tensors that receive the gradients of a call; None for those that are not wanted."""
+    """The tensors that receive the gradients of a call; None if a gradient is not needed."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -49,13 +48,6 @@ class GatedGradients(NamedTuple):
     dsinks: torch.Tensor | None
     du: torch.Tensor | None
     dtau: torch.Tensor | None
-
-    def fill(self, computed: Iterable[torch.Tensor | None]) -> None:
-        """Copy gradients that were computed elsewhere into these tensors."""
-        for gradient, value in zip(self, computed, strict=True):
-            if gradient is not None:
-                assert value is not None
-                gradient.copy_(value)
 
 
 @dataclass(eq=False)
@@ -71,5 +63,5 @@ class GatedBackwardCall:
 
     @cached_property
     def problem(self) -> AttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return replace(self.forward.problem, backward=True)

@@ -68,7 +68,7 @@ class BsrProblem:
 
 
 class PatternTensors(NamedTuple):
-    """A pattern as the operators take it: its metadata, and that of its transpose.
+    """A pattern as the operators take it: its metadata and the metadata of its transpose.
 
     Entry i of the transpose is stored block `t_perm[i]`.
     """
@@ -118,7 +118,7 @@ class MatmulCall:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `bsk::bsr_matmul` takes before `impl`."""
+        """The arguments of `bsk::bsr_matmul` before `impl`."""
         return (
             *(self.values, list(self.pattern), self.shape, self.transposed),
             *(self.dense, self.dense_left),
@@ -157,7 +157,7 @@ class MatmulCall:
 
     @cached_property
     def problem(self) -> BsrProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         shape, block_shape = (self.shape[0], self.shape[1]), _block_shape(self.values)
         dense = self.dense
         return BsrProblem(
@@ -208,7 +208,7 @@ class SddmmCall:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `bsk::bsr_sddmm` takes before `impl`."""
+        """The arguments of `bsk::bsr_sddmm` before `impl`."""
         return self.a, self.b, list(self.pattern), self.shape, self.block_shape, self.out_dtype
 
     def empty_out(self) -> torch.Tensor:
@@ -218,7 +218,7 @@ class SddmmCall:
 
     @cached_property
     def problem(self) -> BsrProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         a, b = self.a, self.b
         return BsrProblem(
             kind="sddmm",
@@ -248,7 +248,7 @@ class PairProductsCall:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `bsk::bsr_pair_products` takes before `impl`."""
+        """The arguments of `bsk::bsr_pair_products` before `impl`."""
         return (
             *(self.first, self.second, list(self.pairs)),
             *(self.first_transposed, self.second_transposed, self.out_dtype),
@@ -267,7 +267,7 @@ class PairProductsCall:
 
     @cached_property
     def problem(self) -> BsrProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         first, second = self.seen()
         return BsrProblem(
             kind="pairs",

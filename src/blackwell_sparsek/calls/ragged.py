@@ -36,7 +36,7 @@ class RaggedCall:
     """At least the most keys of a sequence."""
     scale: float
     seqlens_k: torch.Tensor | None = None
-    """int32 [B]: keys of each sequence; None if those of `cu_seqlens_k` are all used."""
+    """int32 [B]: keys of each sequence; None to use all keys of `cu_seqlens_k`."""
     cu_seqlens_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
     """int32 or int64 [B, max_pages]: where page p of a sequence lies."""
@@ -52,7 +52,7 @@ class RaggedCall:
     """Tokens of a block of `kv_blocks`, 0 without."""
     band: Band = EVERYTHING
     chunk: int = 0
-    """Keys are visible only within the query's own chunk of so many positions; 0 is off."""
+    """Positions of a chunk: a query sees only the keys of its own chunk; 0 is off."""
     top_left: bool = False
     """Whether query i sits at position i; otherwise the last query sits at the last key."""
     softcap: float = 0.0
@@ -95,7 +95,7 @@ class RaggedCall:
 
     @cached_property
     def problem(self) -> "RaggedProblem":
-        """What the choice of an implementation and its tiles depend on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return RaggedProblem(
             arch=arch_of(self.q.device),
             dtype=self.q.dtype,

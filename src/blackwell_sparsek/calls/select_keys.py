@@ -61,7 +61,7 @@ class SelectCall(NamedTuple):
 
     @property
     def problem(self) -> SelectProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         q, k = self.q_index, self.k_index
         batch, heads, q_len, dim = q.shape
         sizes = (batch, heads, q_len, k.shape[2], dim)

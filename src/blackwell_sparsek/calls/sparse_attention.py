@@ -1,6 +1,5 @@
-"""Calls of sparse attention: tensors and options, checked once, and the problem that they pose."""
+"""Calls of sparse attention: tensors and options, and the `SparseAttnProblem` they pose."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,19 +19,20 @@ from .decode import values_are_keys
 class SparseAttnSpec(NamedTuple):
     """The options of one call, after validation and defaults.
 
-    A query sees the keys that it chose and those of `local`, each once, if `limit` shows them.
+    A query sees the keys that it selected and the keys of `local`, each once, if they are in
+    `limit`.
     """
 
     scale: float
     selection: KeySelection
     limit: Band = EVERYTHING
-    """What causal leaves."""
+    """The keys that `causal` leaves visible."""
     local: Band | None = None
-    """The window beside the chosen keys, within `limit`."""
+    """The window of near keys, within `limit`; None without a window."""
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     gate: torch.Tensor | None = None
-    """A factor of exp(score) for the keys of each entry outside of the window."""
+    """A factor of exp(score) for the keys of each entry, except keys of the window."""
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     max_q: int = 0
@@ -53,20 +53,13 @@ class SparseAttnSpec(NamedTuple):
 
 
 class SparseAttnGradients(NamedTuple):
-    """The tensors that receive the gradients of a call; None for those that are not wanted."""
+    """The tensors that receive the gradients of a call; None if a gradient is not needed."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
     dv: torch.Tensor | None
     dsinks: torch.Tensor | None
     dgate: torch.Tensor | None
-
-    def fill(self, computed: Iterable[torch.Tensor | None]) -> None:
-        """Copy gradients that were computed elsewhere into these tensors."""
-        for gradient, value in zip(self, computed, strict=True):
-            if gradient is not None:
-                assert value is not None
-                gradient.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class SparseAttnProblem:
     heads_q: int
     heads_kv: int
     lists: int
-    """Lists of chosen keys along the heads."""
+    """Lists of selected keys along the heads: 1, KV heads or query heads."""
     max_q: int
     max_k: int
     head_dim: int
@@ -115,7 +108,7 @@ class SparseAttnProblem:
 
 @dataclass(eq=False)
 class SparseAttentionCall:
-    """One call, checked: what every implementation of the forward pass is given.
+    """One checked call, the argument of every implementation of the forward pass.
 
     q [B, Hq, Sq, D] with k, v [B, Hkv, Sk, D | Dv], or pages [pages, page_size, Hkv, D | Dv] where
     the spec has a page table; or all of them packed, [T, H, D].
@@ -128,7 +121,7 @@ class SparseAttentionCall:
 
     @cached_property
     def problem(self) -> SparseAttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         q, spec = self.q, self.spec
         paged = spec.page_table is not None
         return SparseAttnProblem(
@@ -178,7 +171,7 @@ class SparseAttentionCall:
 
 
 def _check_pages(op: str, call: SparseAttentionCall) -> None:
-    """Lengths within what the pages hold, and pages that exist for all tokens."""
+    """Check that lengths fit into the pages, and that the pages of all tokens exist."""
     spec = call.spec
     assert spec.page_table is not None and spec.cache_seqlens is not None
     pages, page_size = call.k.shape[:2]
@@ -195,7 +188,7 @@ def _check_pages(op: str, call: SparseAttentionCall) -> None:
 
 @dataclass(eq=False)
 class SparseBackwardCall:
-    """The backward pass of a call; only the `gradients` that are not None are wanted.
+    """The backward pass of a call; only the `gradients` that are not None are needed.
 
     `dout` and `dlse` are the gradients of `out` and `lse`; `dlse` is None if there is none.
     """
@@ -209,5 +202,5 @@ class SparseBackwardCall:
 
     @cached_property
     def problem(self) -> SparseAttnProblem:
-        """What the choice of an implementation and of its tiles depends on."""
+        """The properties that the choice of an implementation and of tiles depends on."""
         return replace(self.forward.problem, backward=True)

@@ -33,7 +33,7 @@ class SparsekCall(NamedTuple):
 
     @property
     def problem(self) -> SparsekProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         z = self.z
         return SparsekProblem(arch_of(z.device), z.dtype, z.shape[:-1].numel(), z.shape[-1], False)
 
@@ -46,6 +46,6 @@ class PrefixSparsekCall(NamedTuple):
 
     @property
     def problem(self) -> SparsekProblem:
-        """What the choice of an implementation depends on."""
+        """The properties that the choice of an implementation depends on."""
         u = self.u
         return SparsekProblem(arch_of(u.device), u.dtype, u.shape[:-1].numel(), u.shape[-1], True)

@@ -1,4 +1,4 @@
-"""Do something as soon as torch, or a module of it, is imported, without importing it."""
+"""Run an action as soon as torch, or another module, is imported, without importing it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class _ThenLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # whoever asks the module for its loader gets its own
+        # code that asks the module for its loader must get its own
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -63,7 +63,7 @@ def is_batched(x: torch.Tensor) -> bool:
 
 
 def _innermost(x: torch.Tensor) -> torch.Tensor:
-    """A batched tensor never reports `requires_grad`; what it wraps does."""
+    """The tensor inside all levels of `torch.vmap`: batched ones never report `requires_grad`."""
     while is_batched(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
@@ -104,7 +104,7 @@ def check_same_device(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
 
 
 def check_same_dtype(op: str, tensors: dict[str, torch.Tensor], *, autocasts: bool = True) -> None:
-    """All given tensors must have one dtype; `autocasts`: autocast would give them one."""
+    """All given tensors must have one dtype; with `autocasts` the error suggests autocast."""
     if len({x.dtype for x in tensors.values()}) > 1:
         got = ", ".join(f"{arg} {x.dtype}" for arg, x in tensors.items())
         hint = f"one dtype (cast them{', or run under torch.autocast' if autocasts else ''})"

@@ -1,4 +1,4 @@
-"""What rounding to fp8 means, in plain PyTorch: scales from magnitudes, and the rounding itself."""
+"""Rounding to fp8 in plain PyTorch: scales from magnitudes, and the rounding itself."""
 
 import torch
 
@@ -16,7 +16,7 @@ def finite_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scales that bring magnitudes up to `largest`, fp32, to the largest value of `dtype`."""
-    # by a tensor: dividing by a number, torch multiplies by its reciprocal on a GPU
+    # divide by a tensor: on a GPU, torch replaces division by a number with its reciprocal
     limit = torch.full_like(largest, LARGEST[dtype])
     scales = (largest / limit).clamp_min(SMALLEST_SCALE)
     return torch.where(largest == 0, 1.0, scales)

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 
 class KeptPart(NamedTuple):
-    """What attention computes of a causal prompt: so many of all `unit`, blocks or pairs.
+    """The part of a causal prompt that attention computes: `kept` of `total` units.
 
-    A pair is a query and a key. `kept` is None if it follows from the values of a prompt.
+    `unit` names them: blocks, or pairs of a query and a key. `kept` is None if it depends on the
+    values of the prompt.
     """
 
     kept: int | None

@@ -12,12 +12,12 @@ _LONGEST = 500
 
 
 def quoted(got: object) -> str:
-    """What was given, as Python writes it, in one short line: text differs from numbers."""
+    """The `repr` of an argument as one short line, in which text differs from numbers."""
     return one_line(got, repr)
 
 
 def one_line(got: object, written: Callable[[object], str] = str) -> str:
-    """What was given, as one short line: it may come from a file of a stranger."""
+    """An argument as one short, printable line: it may come from an untrusted file."""
     try:
         text = written(got)
     except ValueError:  # an int with more digits than Python writes

@@ -1,4 +1,4 @@
-"""Sizes of arrays, names of dtypes, and how scales are shared; needs no framework."""
+"""Ceiling division, dtype names and the size of fp8 groups; imports neither torch nor JAX."""
 
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ def cdiv(a: int, b: int) -> int:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """The name that torch and NumPy have for a dtype in common.
+    """The name of a dtype of torch, JAX or NumPy.
 
     Examples
     --------

@@ -1,11 +1,14 @@
-"""What a kernel is planned for; needs no framework."""
+"""`Arch`, the device that a kernel is planned for; imports neither torch nor JAX."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Arch:
-    """A device as kernels see it. `sm` is 0 for anything that is not a CUDA GPU."""
+    """The properties of a device that dispatch and tiles depend on.
+
+    `sm` is 0 for anything that is not a CUDA GPU.
+    """
 
     kind: str
     sm: int

@@ -20,12 +20,12 @@ def _public_stream(device: int) -> int:
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
-# torch.compile runs what this decorates as it is; the public one imports the compiler at once
+# torch.compile does not trace decorated functions; the public decorator imports the compiler
 _untraced: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def untraced(function: F) -> F:
-    """Let `torch.compile` call `function` and not look into it."""
+    """Let `torch.compile` call `function` without tracing it."""
     made: F = _untraced(function)
     return made
 

@@ -50,7 +50,7 @@ RECORD_FIELDS = tl.constexpr(len(SoftmaxRecord._fields))
 
 
 class CombinedScoring(NamedTuple):
-    """What ends a softmax: sinks, and the scales of an fp8 cache."""
+    """Applied at the end of a softmax: sinks, and the scales of an fp8 cache."""
 
     sinks: Any
     v_scale: Any

@@ -77,7 +77,7 @@ def _visible(q_pos: torch.Tensor, kv_pos: torch.Tensor, hi: int, call: DecodeCal
 def alibi_bias(
     call: DecodeCall | RaggedCall, b: int, q_pos: torch.Tensor, kv_pos: torch.Tensor
 ) -> torch.Tensor | None:
-    """What is added to the scores of sequence `b`, [Hkv, group, queries, keys]."""
+    """The terms added to the scores of sequence `b`, [Hkv, group, queries, keys]."""
     if call.alibi_slopes is None:
         return None
     slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[b]

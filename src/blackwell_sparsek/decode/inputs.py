@@ -12,7 +12,9 @@ import torch
 from ..attention.inputs import (
     DENSE,
     DTYPES,
+    MAX_HEAD_DIM,
     check_head_dims,
+    check_head_groups,
     check_out,
     check_sinks,
     check_slopes,
@@ -61,7 +63,12 @@ def decode_call(
     out: Any = None,
 ) -> DecodeCall:
     """Check the arguments of a call against each other and fill in its defaults."""
-    heads = _check_caches(op, q, k_cache, v_cache, paged=page_table is not None)
+    paged = page_table is not None
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    heads = check_keys(op, tensors, DENSE, PAGED if paged else DENSE, LARGEST_HEAD_DIM)
+    if not paged and q.shape[0] != k_cache.shape[0]:
+        shapes = (list(q.shape), list(k_cache.shape))
+        raise_mismatch(op, "q/k_cache", "have different batch sizes", "one", *shapes)
     check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
     if page_table is not None:
         check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q)
@@ -96,46 +103,42 @@ def decode_call(
     )
 
 
-def _check_caches(op: str, q: Any, k_cache: Any, v_cache: Any, *, paged: bool) -> int:
-    """Check q and the caches: type, dtype, rank, layout, device, shape; return the KV heads."""
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+def check_keys(
+    op: str, tensors: dict[str, Any], layout_q: str, layout: str, largest: int = MAX_HEAD_DIM
+) -> int:
+    """Check queries, and keys and values that may be in fp8; return the KV heads.
+
+    Parameters
+    ----------
+    tensors : q, keys and values, under the names of these arguments
+    layout_q, layout : of queries, and of keys and values: DENSE, PACKED or PAGED
+    largest : the largest head dim
+    """
+    (arg_q, q), (arg_k, k), (arg_v, v) = tensors.items()
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
         check_derivatives(op, arg, x)
-        check_dtype(op, arg, x, DTYPES if arg == "q" else (*DTYPES, FP8))
-        check_rank(op, arg, x, PAGED if paged and arg != "q" else DENSE)
+        check_dtype(op, arg, x, DTYPES if arg == arg_q else (*DTYPES, FP8))
+        check_rank(op, arg, x, layout_q if arg == arg_q else layout)
         check_last_dim_contiguous(op, arg, x)
     check_same_device(op, {**tensors})
-    if k_cache.dtype != v_cache.dtype:
-        raise_mismatch(
-            op, "k_cache/v_cache", "have different dtypes", "one", k_cache.dtype, v_cache.dtype
-        )
-    if k_cache.dtype not in (q.dtype, FP8):
-        expected = f"that of q or {FP8}"
-        raise_mismatch(
-            op, "k_cache", "has a dtype that q does not go with", expected, k_cache.dtype
-        )
-    if k_cache.shape[-1] != q.shape[-1]:
-        shapes = (list(q.shape), list(k_cache.shape))
-        raise_mismatch(op, "q/k_cache", "have different head dims", "one", *shapes)
-    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+    both = f"{arg_k}/{arg_v}"
+    if k.dtype != v.dtype:
+        raise_mismatch(op, both, "have different dtypes", "one", k.dtype, v.dtype)
+    if k.dtype not in (q.dtype, FP8):
+        expected = f"that of q, {q.dtype}, or {FP8}"
+        raise_mismatch(op, arg_k, "has a dtype that q does not go with", expected, k.dtype)
+    if k.shape[-1] != q.shape[-1]:
+        shapes = [*q.shape], [*k.shape]
+        raise_mismatch(op, f"{arg_q}/{arg_k}", "have different head dims", "one", *shapes)
+    if k.shape[:-1] != v.shape[:-1]:
         expected = "all but the last dimension alike"
-        raise_mismatch(
-            op, "k_cache/v_cache", "do not match", expected, [*k_cache.shape], [*v_cache.shape]
-        )
-    if not paged and q.shape[0] != k_cache.shape[0]:
-        shapes = (list(q.shape), list(k_cache.shape))
-        raise_mismatch(op, "q/k_cache", "have different batch sizes", "one", *shapes)
-    check_head_dims(op, q, v_cache, LARGEST_HEAD_DIM)
-    if paged and k_cache.shape[1] == 0:
-        raise_mismatch(
-            op, "k_cache", "has pages without tokens", "page_size >= 1", list(k_cache.shape)
-        )
-    heads: int = k_cache.shape[2 if paged else 1]
-    if q.shape[1] % heads if heads else q.shape[1]:
-        expected = "a multiple of the heads of k_cache"
-        got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
-        raise_mismatch(op, "q", "has a wrong number of heads", expected, got)
+        raise_mismatch(op, both, "do not match", expected, [*k.shape], [*v.shape])
+    check_head_dims(op, q, v, largest)
+    if layout == PAGED and k.shape[1] == 0:
+        raise_mismatch(op, arg_k, "has pages without tokens", "page_size >= 1", [*k.shape])
+    heads: int = k.shape[2 if layout == PAGED else 1]
+    check_head_groups(op, q.shape[1], heads, arg_q, arg_k)
     return heads
 
 

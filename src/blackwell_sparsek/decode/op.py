@@ -12,7 +12,8 @@ import torch
 
 from ..calls.attention import empty_lse, empty_out
 from ..calls.decode import DecodeCall
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..core.torch_state import without_autocast
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from ..masks.band import Band
 from ..reference import decode as reference
@@ -85,7 +86,7 @@ def _run(
         out=out,
     )
     # autocast has already cast the queries; in here it would round the sums
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return decode_dispatch.run(impl, call)
 
 
@@ -124,8 +125,8 @@ decode_dispatch.register(
     "blackwell_sparsek.decode.triton:decode",
     auto_passes=interpreted_only,
 )
-decode_dispatch.register("eager", lambda problem: None, _eager)
-decode_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
+decode_dispatch.register("eager", every_problem, _eager)
+decode_dispatch.register("reference", every_problem, _reference, auto_passes=only_asked)
 
 ARGUMENTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "

@@ -92,7 +92,7 @@ class DecodeConfig(SplitKeysConfig):
 
 
 def attn_decode_config(problem: "DecodeProblem", precision: str) -> DecodeConfig:
-    """Tiles and programs; `precision` is that of fp32 products."""
+    """Tiles and programs; `precision` applies to fp32 products."""
     dim = max(problem.head_dim, problem.head_dim_v)
     sms = INTERPRETED_PROGRAMS if problem.arch.interpreted else problem.arch.num_sms
     itemsize = problem.cache_dtype.itemsize

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Attention of a few new queries over a cache on Hopper: the arithmetic of `triton.py` by WGMMA.
 
-Shapes, results and the way work is split are those of `triton.py`: programs take equal ranges of
-the KV tiles of all softmaxes, and a split is what a program has of one softmax. A producer warp
+Shapes, results and the division of work are as in `triton.py`: programs take equal ranges of the KV
+tiles of all softmaxes, and a split is the part of one softmax that a program has. A producer warp
 (`sm90_producer.py`) publishes the splits and keeps a ring of K and V tiles full by TMA. A consumer
 warp group computes with keys as the rows of its products,
 
@@ -99,7 +99,7 @@ class DecodeSm90Strides(NamedTuple):
 
 
 class ConsumerState(NamedTuple):
-    """What only the consumer needs: queries, results, and its shared memory."""
+    """Arguments of the consumer alone: queries, results, and its shared memory."""
 
     results: Any
     q_ptr: Any
@@ -603,7 +603,7 @@ def kernel_arguments(
     programs: int,
     places: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """What the Hopper decode kernels take, in order; `descriptors` are those of the cache."""
+    """The arguments of the Hopper decode kernels, in order; `descriptors` are of the cache."""
     q, table, blocks = call.q, call.page_table, call.kv_blocks
     batch, heads_q, q_len, _ = q.shape
     heads = DecodeHeads(call.kv_heads, heads_q // call.kv_heads)
@@ -641,6 +641,6 @@ def kernel_arguments(
 
 
 def descriptor(cache: torch.Tensor, page_size: int | None, block: tuple[int, int, int, int]) -> Any:
-    """Of [batch or page, head, token, dim]."""
+    """TMA descriptor of a cache as [batch or page, head, token, dim]."""
     cache = cache if page_size is None else cache.transpose(1, 2)
     return tensor_descriptor(cache, block, tma_strides(cache))

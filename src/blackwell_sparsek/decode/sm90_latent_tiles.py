@@ -40,7 +40,7 @@ from .sm90 import mask_scores
 
 
 class Handover(NamedTuple):
-    """What the consumers pass to each other: weights, row states, and their barriers."""
+    """Memory through which the consumers exchange weights and row states, and its barriers."""
 
     p: Any
     states: Any

@@ -45,7 +45,7 @@ _BOTH = gl.constexpr(0b11)
 
 
 class Split(NamedTuple):
-    """What a program has of one softmax, as the producer publishes it; all fields are int32."""
+    """The part of one softmax that a program computes, as the producer publishes it; all int32."""
 
     sequence: Any
     """-1 after the last split."""
@@ -77,7 +77,7 @@ class KVRing(NamedTuple):
 
 
 class StageNotes(NamedTuple):
-    """What the consumer must know about each stage of scattered keys."""
+    """Information for the consumer about each stage of scattered keys."""
 
     positions: Any
     """Positions of all keys; only with block lists."""
@@ -86,7 +86,7 @@ class StageNotes(NamedTuple):
 
 
 class SharedState(NamedTuple):
-    """What producer and consumer share."""
+    """Shared by producer and consumer."""
 
     ring: Any
     notes: Any
@@ -102,7 +102,7 @@ class SharedState(NamedTuple):
 
 
 class ProducerState(NamedTuple):
-    """What only the producer needs: where the keys are stored."""
+    """Arguments of the producer alone: where the keys are stored."""
 
     k_desc: Any
     v_desc: Any

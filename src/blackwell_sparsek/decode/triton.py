@@ -125,7 +125,7 @@ class DecodeLayout(NamedTuple):
 
 
 class VisitedKeys(NamedTuple):
-    """What decides which keys of each sequence are visited."""
+    """Lengths, bands and limits that decide which keys of each sequence are visited."""
 
     seqlens_ptr: Any
     batch: Any

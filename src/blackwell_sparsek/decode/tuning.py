@@ -361,7 +361,7 @@ class LatentConfig(CopiedKeys):
     TILE_N: int = 64
     TILE_DV: int = LATENT_VALUES
     rest: int = LATENT_DIMS[0] - LATENT_VALUES
-    """Columns of the keys after those that are values."""
+    """Columns of the keys that are not values; they come last."""
     STAGES: int = 2
     CONSUMER_REGISTERS: int = 232
     COMBINED: bool = False
@@ -496,7 +496,7 @@ class LatentConfig(CopiedKeys):
 
     @property
     def bars_offset(self) -> int:
-        """Where barriers begin: those of full parts of all stages, then those of empty parts."""
+        """Where the barriers begin: of full parts of all stages, then of empty parts."""
         return self._places["barriers"]
 
     @property

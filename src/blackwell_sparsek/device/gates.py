@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Gates of keys: the weight of a key for a query from a score of the key and a threshold.
+"""Key gates: the weight of a key for a query, from the gate score of the key and a threshold.
 
     w[i, j] = clip(u[j] - tau[i], 0, 1)          0 where u[j] is -inf: there is no such key
 
@@ -15,7 +15,7 @@ from .masks import exists
 
 
 class KeyGates(NamedTuple):
-    """Pointers to scores and thresholds, contiguous along tokens, and elements between rows."""
+    """Pointers to gate scores and thresholds, contiguous along tokens, and strides of rows."""
 
     u: Any
     tau: Any

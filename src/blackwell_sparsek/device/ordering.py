@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Comparing floats as integers, and finding the k-th largest of many."""
+"""Floats as ordered integers, and their midpoints: to find the k-th largest by bisection."""
 
 import triton
 import triton.language as tl

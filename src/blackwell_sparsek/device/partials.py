@@ -19,7 +19,7 @@ from .softmax import init_state, rescale_to, safe_shift
 PARTS = tl.constexpr(16)
 # Columns of a part that a thread reads at once.
 VECTOR = tl.constexpr(4)
-# Rows merged at a time: those of a common group of heads.
+# Rows merged at a time, as many as query heads often share a KV head.
 MERGED_ROWS = tl.constexpr(4)
 
 

@@ -23,7 +23,7 @@ class Heads(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Keys before and after its own position that a query sees; 2**30 is an open side."""
+    """Keys before and after its own position that a query sees; 2**30 is unbounded."""
 
     left: Any
     right: Any
@@ -58,7 +58,7 @@ class Alibi(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """ALiBi slopes [batch, head], and elements from batch to batch, 0 where they broadcast."""
+    """ALiBi slopes [batch, head] and their stride between batches, 0 if they broadcast."""
 
     # not `values`: Triton's tuples have an attribute of that name
     start: Any
@@ -66,7 +66,7 @@ class Slopes(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A bias [batch, head, query, key], and its strides, 0 where it broadcasts."""
+    """A bias [batch, head, query, key] and its strides, 0 where it broadcasts."""
 
     start: Any
     batch_step: Any
@@ -76,7 +76,7 @@ class Bias(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What one (batch, head) adds to its scores: a slope and a bias, each may be None."""
+    """The slope and the bias that a (batch, head) adds to its scores; each may be None."""
 
     slope: Any
     bias: Any
@@ -118,7 +118,7 @@ class BatchHead(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Elements from batch to batch (or page to page), head to head and token to token."""
+    """Strides in elements: between batches (or pages), heads and tokens."""
 
     batch: Any
     head: Any
@@ -143,7 +143,7 @@ class MaskLists(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Block lists, None without a mask, and their row strides from batch to batch, head to head."""
+    """Block lists, None without a mask, and their rows between batches and between heads."""
 
     lists: Any
     batch_step: Any

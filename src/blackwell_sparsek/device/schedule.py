@@ -124,7 +124,7 @@ def token_span(cu_seqlens_ptr, batch, dense_length):
 
 @triton.jit
 def head_offset(batch, head, start, strides):
-    """Offset of token `start` of a (batch, head); `strides` are those of batch, head, token."""
+    """Offset of token `start` of a (batch, head); `strides` are of batch, head and token."""
     batch_stride, head_stride, token_stride = strides
     return (
         tl.cast(batch, tl.int64) * batch_stride

@@ -44,7 +44,7 @@ def weigh(m_log2, s, scale_log2):
 def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
     """As `weigh`, for scores whose maximum in each row is `top`.
 
-    The kept maximum stays as it is, and older sums with it, while weights are at most 2**SLACK.
+    The maximum is only raised, and older sums rescaled, if weights would exceed 2**SLACK.
     """
     m_new, shift, rescale = raise_maximum(m_log2, top, scale_log2, SLACK)
     return m_new, tl.exp2(s * scale_log2 - shift[:, None]), rescale
@@ -54,9 +54,9 @@ def weigh_below(m_log2, top, s, scale_log2, SLACK: tl.constexpr = 0):
 def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0, HEADROOM: tl.constexpr = 0):
     """Update the maximum with the largest raw score of each row, see `weigh_below`.
 
-    Returns the kept maximum, the shift to subtract from exponents, and the factor for older sums
-    and accumulators. What is kept is the maximum less HEADROOM, so that weights reach 2**HEADROOM;
-    it serves all other functions as the maximum does.
+    Returns the new maximum, the shift to subtract from exponents, and the factor for older sums and
+    accumulators. HEADROOM is subtracted from the maximum, so that weights reach 2**HEADROOM; all
+    other functions take the result in place of the maximum.
     """
     m_new = top * scale_log2
     if HEADROOM > 0:
@@ -117,7 +117,7 @@ def add_sink(m_log2, row_sum, sink):
 
 @triton.jit
 def rescale_to(m_log2, shift):
-    """The factor for sums and accumulators made below the maximum `m_log2`, to join at `shift`."""
+    """The factor that brings sums and accumulators relative to `m_log2` to a common `shift`."""
     return tl.exp2(m_log2 - shift)
 
 

@@ -30,6 +30,11 @@ class Candidate(NamedTuple):
     auto_passes: Callable[[Any], str | None]
 
 
+def every_problem(problem: Any) -> str | None:
+    """No reason against any problem: for implementations without limits."""
+    return None
+
+
 def only_asked(problem: Any) -> str | None:
     """Why `auto` passes over an implementation that serves to check the others."""
     return "only runs when asked for"
@@ -40,13 +45,9 @@ def interpreted_only(problem: Any) -> str | None:
     return "would be interpreted: only runs when asked for" if problem.arch.interpreted else None
 
 
-def _never_passed(problem: Any) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for a problem. `reasons` says, for each other name, why it was not.
+    """The implementation that was chosen for a problem, and the reason against each of the others.
 
     `note` says why the chosen one takes longer than it could, or is None.
     """
@@ -87,7 +88,7 @@ class Dispatcher:
         supports: Callable[[Any], str | None],
         run: Callable[..., Any] | str,
         *,
-        auto_passes: Callable[[Any], str | None] = _never_passed,
+        auto_passes: Callable[[Any], str | None] = every_problem,
     ) -> None:
         """Add an implementation; `auto` asks them in the order of these calls.
 

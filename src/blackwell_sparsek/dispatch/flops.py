@@ -1,11 +1,11 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for attention and block-sparse products.
+"""Formulas for `torch.utils.flop_counter.FlopCounterMode`: attention and block-sparse products.
 
-As torch counts dense work, two operations for a product and a sum: attention has 2 (D + Dv) for
+A multiplication and an addition count as two operations, as in torch: attention has 2 (D + Dv) for
 each pair of a query and a key in its forward pass and 2 (3 D + 2 Dv) in its backward pass, and a
-block-sparse product has those of its stored blocks. Other than torch, only the pairs count that
-causal masks, windows, lengths and the blocks of a mask leave; bits of partial blocks and key gates
-do not make a difference. Lengths and lists are read for this, which waits for the device; those of
-fake and meta tensors cannot be, and count as the longest possible and as a full mask.
+block-sparse product counts its stored blocks. Unlike torch, these formulas count only the pairs
+that remain after causal masks, windows, lengths and block masks; the bits of partial blocks and key
+gates make no difference. Reading lengths and lists waits for the device. Those of fake and meta
+tensors cannot be read, and count as the maximum lengths and as a full mask.
 """
 
 import functools
@@ -46,7 +46,7 @@ def _attention_pairs(given: Arguments) -> int:
     rows = torch.arange(indptr.shape[0] - 1).repeat_interleave(indptr.diff())
     owner = rows // max(row_blocks * heads, 1)
     first_row = rows % max(row_blocks, 1) * bq
-    # lists may be longer than what they hold
+    # lists may have unused entries at the end
     first_key = indices[: rows.shape[0]] * bk
     total = 0
     for b in range(batch):

@@ -1,4 +1,4 @@
-"""What every kernel requires of the device and of Triton, before its own conditions."""
+"""Requirements of all kernels on the device and on Triton, before the conditions of each."""
 
 import torch
 
@@ -42,6 +42,6 @@ def why_not_portable(arch: Arch, *dtypes: torch.dtype) -> str | None:
 
 
 def fp32_precision(dtype: torch.dtype) -> str:
-    """Multiply float32 as torch's own products may: in tf32 only where the user allowed it."""
+    """The precision of float32 products: tf32 only if the user allowed it for torch's own."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == torch.float32 and allowed else "ieee"

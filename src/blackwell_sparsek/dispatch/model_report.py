@@ -1,4 +1,4 @@
-"""What of a model is sparse: `bsk.explain(model)`."""
+"""`bsk.explain(model)`: which layers are sparse, and what they run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -15,7 +15,7 @@ ATTENTION: dict[str, Callable[[Any], object]] = {}
 
 
 class SparseLayer(NamedTuple):
-    """A block-sparse layer: its sizes, its stored blocks, and what runs for so many tokens."""
+    """A block-sparse layer: sizes, stored blocks, and the implementation by number of tokens."""
 
     name: str
     shape: tuple[int, int]

@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 Operator = Callable[..., Any]
-"""An operator of torch, which has no types of its own."""
+"""An operator in `torch.ops`; torch does not type their arguments."""
 
 
 def define_op(
@@ -118,7 +118,7 @@ def _described_entry(x: Any, dim: Any) -> Any:
 
 
 class _Batch(NamedTuple):
-    """What a rule for `torch.vmap` asks about the batch."""
+    """Stands in for the `info` that torch passes to a rule for `torch.vmap`."""
 
     batch_size: int
 
@@ -139,12 +139,12 @@ def batched_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-# torch has this many levels of the older batching, the first of which is 1.
+# The older batching of torch has levels 1 to 63.
 _LEVELS = 64
 
 
 def _innermost_level(args: Any) -> int:
-    """The number of the innermost batching that a tensor takes part in.
+    """The level of the innermost batching that any tensor takes part in.
 
     torch keeps the current level for each thread, and a GPU's gradients run in a thread of their
     own, where it is zero: only the tensors know.

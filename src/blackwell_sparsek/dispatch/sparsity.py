@@ -1,4 +1,4 @@
-"""What a sparse model keeps and stores, layer by layer: `bsk.sparsity_report(model)`."""
+"""`bsk.sparsity_report(model)`: the blocks, parameters and bytes of a model, layer by layer."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class LayerSparsity(NamedTuple):
 
 
 class SparsityReport(NamedTuple):
-    """What `sparsity_report` found; prints as a table.
+    """The result of `sparsity_report`; prints as a table.
 
     `layers` are the linear and attention layers in the order of the model, `tokens` the length of
     the prompt for which attention is counted. What none of these layers has, such as embeddings and

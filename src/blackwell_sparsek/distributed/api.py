@@ -1,11 +1,6 @@
 """`bsk.distributed.attention`: attention over tensors that are split among ranks."""
 
-from collections import OrderedDict
-from collections.abc import Callable
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar, overload
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, overload
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -21,7 +16,6 @@ from ..attention.inputs import (
     scale_or_default,
     softcap_or_off,
 )
-from ..attention.op import run_forward
 from ..core.checks import (
     check_choice,
     check_derivatives,
@@ -34,23 +28,12 @@ from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_private import untraced
 from ..core.torch_state import is_explaining
-from ..dispatch.dispatcher import Explained
-from ..masks.band import EVERYTHING, Band, band_of
+from ..masks.band import Band, band_of
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens
-from .explain import MethodDecision
+from .call import METHODS, OP, OtherRanks, RanksCall, check_is_mask, document_mask
 from .group import Members, agree_once, check_same, members_of
-from .heads import Exchanger, mask_of_heads, split_heads, to_heads, to_sequence
 from .plan import Plan
-from .schedule import Fetch, Gathered, gathered, ring_parts
-from .sequence import SequenceRun, attend_split
-from .traffic import Shapes, bytes_of, choose
-from .visible import PartMask, Visible
-
-METHODS = ("auto", "allgather", "needed", "ring", "ulysses", "heads")
-OP = "distributed.attention"
-
-T = TypeVar("T")
 
 
 @overload
@@ -238,7 +221,7 @@ def attention(
             check_tensor(OP, "q", q)
             check_tensor(OP, "cu_seqlens", cu_seqlens)
             band = band_of(OP, causal, window)
-            block_mask = _document_mask(q, band, block_mask, cu_seqlens)
+            block_mask = document_mask(q, band, block_mask, cu_seqlens)
             causal, window = False, None
         return attend_whole(
             q, k, v, causal=causal, window=window, block_mask=block_mask, scale=scale,
@@ -269,7 +252,7 @@ def _over_ranks(
     at every collective and cached mask, and compile the pieces between for each rank.
     """
     failure: Exception | None = None
-    call: _Call | None = None
+    call: RanksCall | None = None
     try:
         if others:
             _refuse(others)
@@ -282,7 +265,7 @@ def _over_ranks(
         # the plan knows the others, so one rank may ask alone
         if failure is not None:
             raise failure
-        known = _Others(plan.lengths, ())
+        known = OtherRanks(plan.lengths, ())
     else:
         known = _agreed(members, call, failure, q)
     assert call is not None
@@ -326,7 +309,7 @@ def _refuse(others: dict[str, Any]) -> None:
 
 
 def _check_lengths(q: Any, k: Any) -> None:
-    """Queries and keys are those of the same tokens; what are no tensors is refused elsewhere."""
+    """Check that queries and keys have the same tokens; other functions reject non-tensors."""
     queries, keys = (x.shape[2:3] if isinstance(x, torch.Tensor) else () for x in (q, k))
     if queries and keys and queries != keys:
         got = f"{queries[0]} queries, {keys[0]} keys"
@@ -334,7 +317,7 @@ def _check_lengths(q: Any, k: Any) -> None:
 
 
 def _check_alone(plan: Any, members: Members, method: Any, q: Any) -> None:
-    """What the plain call does not know, in a group of one."""
+    """Check the options of a group of one that the plain call does not have."""
     check_choice(OP, "method", method, METHODS)
     check_tensor(OP, "q", q)
     check_rank(OP, "q", q, "[B, Hq, S, D]")
@@ -342,228 +325,9 @@ def _check_alone(plan: Any, members: Members, method: Any, q: Any) -> None:
         _check_plan(plan, members, method, q)
 
 
-def _document_mask(
-    q: torch.Tensor, band: Band, block_mask: BlockMask | None, cu_seqlens: torch.Tensor
-) -> BlockMask:
-    """What whole sequences see under documents, a band inside them and a block mask."""
-    key = ("documents", q.shape, q.device, band, id(block_mask), _identity(cu_seqlens))
-
-    def make() -> BlockMask:
-        check_rank(OP, "q", q, "[B, Hq, S, D]")
-        check_cu_seqlens(OP, "cu_seqlens", cu_seqlens)
-        length, device = q.shape[2], q.device
-        if block_mask is not None:
-            _check_is_mask(block_mask)
-            block_mask.check_problem(OP, q.shape[0], block_mask.heads, length, length)
-        plan = _runs((length,), block_mask is not None)
-        return Visible(OP, plan, band, block_mask, cu_seqlens).whole().to(device)
-
-    return _remember(key, make, block_mask, cu_seqlens)
-
-
-class _Others(NamedTuple):
-    """What this rank knows of the others: their numbers of tokens and of query heads."""
-
-    lengths: tuple[int, ...]
-    heads: tuple[int, ...]
-
-
-class _Call(NamedTuple):
-    """The options of a call on one rank, checked as far as one rank can."""
-
-    members: Members
-    plan: Plan | None
-    method: str
-    cu_seqlens: torch.Tensor | None
-    band: Band
-    block_mask: BlockMask | None
-    scale: float
-    softcap: float
-    sinks: torch.Tensor | None
-    deterministic: bool
-    impl: str
-    return_lse: bool
-    sizes: tuple[Any, ...]
-    """Shape of q and k, dtype, and which gradients are wanted."""
-
-    def key(self, q: torch.Tensor) -> tuple[Any, ...]:
-        """What the agreement of the ranks depends on, compared by identity where it is large."""
-        return (
-            OP, q.shape, self.plan, self.method, self.band,
-            _identity(self.cu_seqlens), id(self.block_mask), self.scale, self.softcap,
-            self.sinks is None, self.deterministic, self.impl, self.return_lse, self.sizes,
-        )  # fmt: skip
-
-    def text(self, q: torch.Tensor) -> str:
-        """The same as text for other ranks: own sizes first, then what must be equal."""
-        _, heads, length, _ = q.shape
-        plan = None if self.plan is None else hash(self.plan)
-        offsets = None if self.cu_seqlens is None else _checksum(self.cu_seqlens)
-        return (
-            f"{length}|{heads if self.method == 'heads' else 0}|method {self.method}, "
-            f"plan {plan}, sizes {self.sizes}, {self.band}, mask {_mask_text(self.block_mask)}, "
-            f"documents {offsets}, scale {self.scale}, softcap {self.softcap}, "
-            f"sinks {self.sinks is not None}, impl {self.impl}, lse {self.return_lse}"
-        )
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
-        """The call on one of several ranks; arguments that differ have been refused."""
-        if self.method == "heads":
-            return self._of_heads(q, k, v, others)
-        plan = self.plan or _runs(others.lengths, self.block_mask is not None)
-        self._check_mask(q, plan.seq_length, q.shape[1])
-        shapes = Shapes.of(q, k, v)
-        visible = self._visible(plan)
-        method = self.method
-        if method == "auto":
-            chosen = ("auto", shapes, plan)
-            method = self._kept(chosen, lambda: choose(visible, shapes)).method
-        if is_explaining():
-            raise Explained(self._explained(q, k, v, visible, method))
-        if method == "ulysses":
-            return self._ulysses(q, k, v, plan)
-        if self.impl == "reference":
-            expected = "'eager', 'triton' or 'sm90', or method 'ulysses'"
-            problem = "recomputes the softmax over all keys, which no rank has"
-            raise Unsupported(message(OP, "impl", problem, expected, "'reference'"))
-        return attend_split(self._run(q, k, visible, method), q, k, v, self.sinks)
-
-    def _run(self, q: torch.Tensor, k: torch.Tensor, visible: Visible, method: str) -> SequenceRun:
-        """The call of a method that exchanges keys, with this rank's schedule."""
-        plan, rank, device = visible.plan, self.members.rank, q.device
-        ratio = q.shape[1] // max(k.shape[1], 1)
-        key = (method, plan, ratio, rank, device)
-        work = self._kept(key, lambda: _scheduled(visible, rank, ratio, method, device))
-        softmax = (self.scale, self.softcap, self.deterministic, self.impl)
-        return SequenceRun(self.members, plan.lengths, work, *softmax)
-
-    def _explained(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, method: str
-    ) -> MethodDecision:
-        """What `bsk.explain` reports; nothing is exchanged or computed."""
-        plan, shapes = visible.plan, Shapes.of(q, k, v)
-        reasons = dict(choose(visible, shapes).reasons)
-        if self.method != "auto":
-            others = (name for name in METHODS[1:] if name != method)
-            reasons = dict.fromkeys(others, f"method={method!r} was asked for")
-        local = None
-        if method != "ulysses":
-            run = self._run(q, k, visible, method)
-            work = run.work
-            own = work.local if isinstance(work, Gathered) else work[self.members.rank]
-            if not own.is_empty:
-                try:
-                    run_forward(run.call(q, k, v, own), self.impl)
-                except Explained as stop:
-                    local = stop.decision
-        lengths = f"{min(plan.lengths)} to {max(plan.lengths)}"
-        problem = (
-            f"{plan.seq_length} tokens in tiles of {plan.tile} on {plan.world_size} ranks, "
-            f"{lengths} each; {shapes.heads_q} query and {shapes.heads_kv} KV heads"
-        )
-        sent, work_of = bytes_of(visible, method, shapes), visible.work()
-        imbalance = float(work_of.max() / work_of.mean()) if float(work_of.sum()) else 1.0
-        return MethodDecision(
-            *(OP, self.method, method, problem, reasons, None), sent, imbalance, local
-        )
-
-    def _of_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: _Others) -> Any:
-        ends = [*accumulate(others.heads)]
-        end = ends[self.members.rank]
-        span = (end - q.shape[1], end)
-        self._check_mask(q, q.shape[2], ends[-1])
-        _check_sinks_of_all(self.sinks, q, ends[-1])
-        return self._whole(q, k, v, span)
-
-    def _ulysses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Any:
-        heads = q.shape[1]
-        spans = split_heads(heads, k.shape[1], self.members.size)
-        key = ("exchanger", plan, id(self.members.group), q.device)
-        exchanger = self._kept(key, lambda: Exchanger.of(self.members, plan, q.device))
-        q, k, v = to_heads((q, k, v), exchanger, (spans.q, spans.kv, spans.kv))
-        out, lse = self._whole(q, k, v, spans.q[self.members.rank])
-        out = to_sequence(out, exchanger, spans.q, heads)
-        if self.return_lse:
-            lse = to_sequence(lse.unsqueeze(-1), exchanger, spans.q, heads).squeeze(-1)
-        return out, lse
-
-    def _whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: tuple[int, int]
-    ) -> Any:
-        """`bsk.attention` on whole sequences of this rank's query heads, `span`."""
-        mask, band, sinks = self.block_mask, self.band, self.sinks
-        if self.cu_seqlens is not None:
-            mask, band = _document_mask(q, band, mask, self.cu_seqlens), EVERYTHING
-        if mask is not None:
-            whole, device = mask, q.device
-            key = ("heads", span, q.shape[2], device)
-            mask = self._kept(key, lambda: mask_of_heads(whole, span).to(device))
-        if sinks is not None:
-            sinks = sinks[slice(*span)]
-        return attend_whole(
-            *(q, k, v), window=(band.left, band.right), block_mask=mask, scale=self.scale,
-            softcap=self.softcap or None, sinks=sinks, return_lse=True,
-            deterministic=self.deterministic, impl=self.impl,
-        )  # fmt: skip
-
-    def _check_mask(self, q: torch.Tensor, length: int, heads: int) -> None:
-        if self.block_mask is not None:
-            self.block_mask.check_problem(OP, q.shape[0], heads, length, length)
-
-    def _visible(self, plan: Plan) -> Visible:
-        parts = (OP, plan, self.band, self.block_mask, self.cu_seqlens)
-        return self._kept(("visible", plan), lambda: Visible(*parts))
-
-    def _kept(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` returns, from an earlier call with the same mask and options if possible."""
-        masks = (self.band, id(self.block_mask), _identity(self.cu_seqlens))
-        return _remember((*masks, *key), make, self.block_mask, self.cu_seqlens)
-
-
-def _scheduled(
-    visible: Visible, rank: int, ratio: int, method: str, device: torch.device
-) -> Gathered | list[PartMask]:
-    def placed(part: PartMask) -> PartMask:
-        return part if part.mask is None else part._replace(mask=part.mask.to(device))
-
-    if method == "ring":
-        return [placed(part) for part in ring_parts(visible, rank)]
-    made = gathered(visible, rank, ratio, everything=method == "allgather")
-
-    def moved(fetch: Fetch) -> Fetch:
-        index = fetch.gather_index
-        return fetch._replace(
-            exchange=fetch.exchange.to(device),
-            mask=placed(fetch.mask),
-            gather_index=None if index is None else index.to(device),
-        )
-
-    return Gathered(placed(made.local), [moved(fetch) for fetch in made.fetches])
-
-
-# Masks and schedules of earlier calls, with the tensors that their keys identify.
-_KEPT: "OrderedDict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]" = OrderedDict()
-MOST_KEPT = 64
-_checksums: "WeakKeyDictionary[BlockMask, int]" = WeakKeyDictionary()
-
-
-def _remember(key: tuple[Any, ...], make: Callable[[], T], *held: Any) -> T:
-    if key in _KEPT:
-        _KEPT.move_to_end(key)
-        found: T
-        found, _ = _KEPT[key]
-        return found
-    made = make()
-    # an id stays unique as long as its object lives
-    _KEPT[key] = made, held
-    if len(_KEPT) > MOST_KEPT:
-        _KEPT.popitem(last=False)
-    return made
-
-
 def _agreed(
-    members: Members, call: "_Call | None", failure: Exception | None, q: torch.Tensor
-) -> _Others:
+    members: Members, call: "RanksCall | None", failure: Exception | None, q: torch.Tensor
+) -> OtherRanks:
     key = None if call is None else call.key(q)
     # what the key identifies
     held = None if call is None else (call.cu_seqlens, call.block_mask)
@@ -572,7 +336,7 @@ def _agreed(
     )
     rows = [text.split("|", 2) for text in texts]
     check_same(OP, [rest for _, _, rest in rows])
-    return _Others(
+    return OtherRanks(
         tuple(int(length) for length, _, _ in rows), tuple(int(heads) for _, heads, _ in rows)
     )
 
@@ -593,7 +357,7 @@ def _checked_call(
     deterministic: Any,
     impl: str,
     return_lse: bool,
-) -> _Call:
+) -> RanksCall:
     check_choice(OP, "method", method, METHODS)
     check_choice(OP, "impl", impl, IMPLS)
     if plan is not None:
@@ -601,7 +365,7 @@ def _checked_call(
     if cu_seqlens is not None:
         check_cu_seqlens(OP, "cu_seqlens", cu_seqlens)
     if block_mask is not None:
-        _check_is_mask(block_mask)
+        check_is_mask(block_mask)
     if method != "heads":
         check_sinks(OP, sinks, q)
         if plan is not None and block_mask is not None:
@@ -610,23 +374,11 @@ def _checked_call(
     batch, heads, _, dim = q.shape
     shared = batch, dim, v.shape[-1], str(q.dtype), *(x.requires_grad for x in (q, k, v))
     sizes = shared if method == "heads" else (*shared, heads, k.shape[1])
-    return _Call(
+    return RanksCall(
         members, plan, method, cu_seqlens, band, block_mask, scale_or_default(OP, scale, dim),
         softcap_or_off(OP, softcap), sinks, is_deterministic(OP, deterministic), impl, return_lse,
         sizes,
     )  # fmt: skip
-
-
-def _check_is_mask(block_mask: Any) -> None:
-    if not isinstance(block_mask, BlockMask):
-        got = f"{type(block_mask).__module__}.{type(block_mask).__name__}"
-        raise InvalidType(message(OP, "block_mask", "is not a block mask", "BlockMask", got))
-
-
-def _check_sinks_of_all(sinks: torch.Tensor | None, q: torch.Tensor, heads: int) -> None:
-    """Sinks of all heads, of which this rank has some."""
-    if sinks is not None:
-        check_sinks(OP, sinks, q.new_empty(1).expand(1, heads, 1, 1))
 
 
 def _check_plan(plan: Any, members: Members, method: str, q: torch.Tensor) -> None:
@@ -642,53 +394,6 @@ def _check_plan(plan: Any, members: Members, method: str, q: torch.Tensor) -> No
     if q.shape[2] != length:
         expected = f"{length} tokens on rank {members.rank}, as the plan says"
         raise InvalidInput(message(OP, "q", "has a wrong length", expected, q.shape[2]))
-
-
-@lru_cache(maxsize=64)
-def _runs(lengths: tuple[int, ...], for_mask: bool) -> Plan:
-    """The plan of runs of tokens with these lengths, in the order of the ranks."""
-    bounds = [0, *accumulate(lengths)]
-    inner = [bound for bound in bounds[:-1] if bound < bounds[-1]]
-    tile = next((side for side in (256, 128, 64, 32, 16) if not any(b % side for b in inner)), None)
-    if tile is None:
-        raise InvalidInput(
-            message(
-                OP,
-                "q",
-                "is cut inside of blocks",
-                "lengths that are multiples of 16 on all ranks but the last, or a plan",
-                list(lengths),
-            )
-        )
-    # blocks of a mask have sides up to 256, those of a band up to 128
-    tile = tile if for_mask else min(tile, 128)
-    ends = [-(-bound // tile) for bound in bounds]
-    owned = [tuple(range(start, end)) for start, end in pairwise(ends)]
-    return Plan(bounds[-1], tile, tuple(owned))
-
-
-def _identity(x: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What changes when the contents of `x` do."""
-    if x is None:
-        return None
-    # writes to tensors of inference mode are not counted, so their contents are read
-    return (id(x), tuple(x.tolist())) if x.is_inference() else (id(x), x._version)
-
-
-def _checksum(x: torch.Tensor) -> int:
-    """A number that differs if the contents do, in all likelihood. Waits for the device."""
-    flat = x.detach().flatten().long().cpu()
-    return int((flat * (torch.arange(flat.numel(), device="cpu") % 65521 + 1)).sum())
-
-
-def _mask_text(mask: BlockMask | None) -> str:
-    if mask is None:
-        return "none"
-    if mask not in _checksums:
-        lists = mask.forward
-        _checksums[mask] = sum(_checksum(x) for x in (*lists, mask.bits))
-    sizes = (mask.batch, mask.heads, *mask.seq_lengths, *mask.block_size)
-    return f"{sizes} {_checksums[mask]}"
 
 
 def _of_dtensors(

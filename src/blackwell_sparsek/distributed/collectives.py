@@ -54,7 +54,7 @@ class Pending:
             self._finished = beside.record_event()
 
     def wait(self) -> torch.Tensor:
-        """What arrived; to be called once, on the stream that started the transfer."""
+        """Wait for the received tensors; call it once, on the stream that started the transfer."""
         if self._finished is None:
             self._arrived()
         else:

@@ -1,4 +1,4 @@
-"""What `bsk.explain` reports about a call over several ranks."""
+"""The report of `bsk.explain` on a call over several ranks."""
 
 from dataclasses import dataclass, field
 

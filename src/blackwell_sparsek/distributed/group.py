@@ -75,7 +75,7 @@ def add_sent(count: int) -> None:
 
 
 def members_of(op: str, mesh: Any, group: Any) -> Members:
-    """The ranks that `mesh` or `group` name; those of the default group if both are None."""
+    """The ranks of `mesh` or `group`; of the default group if both are None."""
     if not dist.is_available() or not dist.is_initialized():
         expected = "torch.distributed.init_process_group() before this call"
         raise InvalidInput(message(op, "group", "does not exist", expected, "no process group"))

@@ -217,7 +217,7 @@ class _Parts:
             owner[owned] = rank
             place[owned] = torch.arange(owned.numel(), device=at.device)
         of_entry = owner[at]
-        # blocks of each rank, in the order of the whole pattern, which is that of its own as well
+        # blocks of each rank in the order of the whole pattern, which is also its own order
         self.entries = [torch.nonzero(of_entry == r).flatten() for r in range(split.world_size)]
         self.counts = [entries.numel() for entries in self.entries]
         self._rows = place[rows] if side == "rows" else rows
@@ -246,7 +246,7 @@ class _Parts:
         return local
 
     def whole(self, padded: torch.Tensor) -> torch.Tensor:
-        """The values of the whole weight from those of all ranks, one rank after the other."""
+        """The values of the whole weight from the values of all ranks, in the order of ranks."""
         values = padded.new_empty((self.pattern.nnz_blocks, *padded.shape[1:]))
         for rank, (entries, count) in enumerate(zip(self.entries, self.counts, strict=True)):
             values[entries] = padded[rank * self.most : rank * self.most + count]
@@ -304,7 +304,7 @@ class ParallelBSRLinear(BSRLinear):
         else:
             whole = placed.redistribute(placements=[Replicate()])
             if whole.shape[-1] != self._parts.split.total:
-                # selecting features would ignore those that are too many
+                # selecting features would silently ignore excess ones
                 expected = f"[..., {self._parts.split.total}], the inputs of all ranks"
                 got = list(whole.shape)
                 raise InvalidInput(message("RowwiseBSR", "x", "does not fit", expected, got))

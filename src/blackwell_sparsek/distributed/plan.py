@@ -22,7 +22,7 @@ from ..masks.packed import check_cu_seqlens, check_cu_seqlens_values
 from ..masks.parts import Problem, band_runs
 
 SMALLEST_TILE = 16
-"""Tiles are whole blocks of a mask, and no side of those is smaller."""
+"""The smallest side of a mask block; tiles consist of whole blocks."""
 
 DEFAULT_TILE = 128
 GOOD_ENOUGH = 1.02

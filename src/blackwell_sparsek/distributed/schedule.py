@@ -1,4 +1,4 @@
-"""What each rank sends, receives and computes, as index tensors: pure data, no communication."""
+"""The sends, receives and computations of each rank, as index tensors; no communication."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -121,7 +121,7 @@ def needed_remote(visible: Visible, q_heads_per_kv: int, everything: bool) -> to
 
 
 def exchange_of(visible: Visible, rank: int, wanted: torch.Tensor) -> Exchange:
-    """What a rank sends and receives if each rank fetches the blocks of `wanted`."""
+    """The sends and receives of a rank if each rank fetches the blocks of `wanted`."""
     plan, bk = visible.plan, visible.block[1]
     owner, start, width = _places(plan, bk)
     ranks, batch, heads, _ = wanted.shape

@@ -120,7 +120,7 @@ def _gradients(
     run: SequenceRun,
     needs: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of q, k, v and the sinks; None for those that are not needed."""
+    """Gradients of q, k, v and the sinks; None if not needed."""
     dout = torch.zeros_like(out) if dout is None else dout
     gradients = _Gradients(run, q, dout, dlse, out, lse)
     back = _gathered_backward if isinstance(run.work, Gathered) else _ring_backward
@@ -254,7 +254,7 @@ def _fetch(run: SequenceRun, fetch: Fetch, rows: torch.Tensor) -> Pending:
 def _gathered_backward(
     run: SequenceRun, k: torch.Tensor, v: torch.Tensor, gradients: _Gradients
 ) -> Pair:
-    """Gradients of fetched keys return to their owners while those of the next are computed."""
+    """Gradients of fetched keys return to their owners while the next ones are computed."""
     assert isinstance(run.work, Gathered)
     fetches = run.work.fetches
     copies, dtype = fetches[0].exchange.copies, compute_dtype(k.dtype)
@@ -290,7 +290,7 @@ def _add_returned(total: torch.Tensor, exchange: Exchange, pending: Pending) -> 
 
 
 def _ring_steps(run: SequenceRun, parts: list[PartMask], k: torch.Tensor, v: torch.Tensor) -> Any:
-    """Own keys first, then those of the rank before, and so on; each rank passes on what it has."""
+    """Own keys first, then those received from the previous rank; each rank passes keys on."""
     members, like, data = run.members, (k, v), _packed(k, v)
     for step in range(members.size):
         source = (members.rank - step) % members.size

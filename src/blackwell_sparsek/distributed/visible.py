@@ -45,7 +45,7 @@ class PartMask(NamedTuple):
 
 
 class Visible:
-    """What the queries of every rank see under a plan.
+    """The keys that the queries of every rank see under a plan.
 
     Parameters
     ----------

@@ -147,7 +147,7 @@ def attention(
 
 
 def _smoothed(asked: Any, exact: bool) -> bool:
-    """What was asked for, or whether it is exact; asking for it where it is not is refused."""
+    """Whether to smooth the keys: by default if that is exact; raises if asked for otherwise."""
     if asked is None:
         return exact
     if not isinstance(asked, bool):

@@ -33,13 +33,13 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 class Choice(NamedTuple):
-    """How a call is computed."""
+    """The options of a call that `bsk.attention` does not have."""
 
     smooth: bool
     rotate: bool
     impl: str
     return_lse: bool
-    """If not, the lse is that of the smoothed keys: to correct it takes another product."""
+    """If False, the lse stays that of the smoothed keys; correcting it takes another product."""
 
 
 def attend(
@@ -137,7 +137,7 @@ class _Gradients(torch.autograd.Function):
         options: dict[str, Any],
         wanted: tuple[bool, ...],
     ) -> Any:
-        """Gradients of q, k, v and the sinks; None for those that are not wanted."""
+        """Gradients of q, k, v and the sinks; None if not needed."""
         leaves: list[Any] = [
             x if x is None else x.detach().requires_grad_(needed)
             for x, needed in zip((q, k, v, sinks), wanted, strict=True)

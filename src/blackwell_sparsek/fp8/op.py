@@ -6,7 +6,7 @@ import torch
 
 from ..calls.fp8 import QuantizeCall, QuantizeProblem
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 
@@ -29,7 +29,7 @@ quantize_dispatch.register(
     "blackwell_sparsek.fp8.triton:quantize",
     auto_passes=interpreted_only,
 )
-quantize_dispatch.register("eager", lambda problem: None, "blackwell_sparsek.fp8.eager:quantize")
+quantize_dispatch.register("eager", every_problem, "blackwell_sparsek.fp8.eager:quantize")
 
 
 def _quantize(*args: Any) -> tuple[torch.Tensor, ...]:

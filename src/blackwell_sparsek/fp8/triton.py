@@ -32,7 +32,7 @@ CHUNK = 512
 CHUNKS_AT_A_TIME = 16
 TILE_TOKENS = 64
 WIDEST_TILE = 256
-# With few tokens smaller tiles, so that more SMs have one: up to so many tokens, tokens of a tile.
+# (up to this many tokens, tokens of a tile): few tokens get smaller tiles, so that more SMs work.
 FEW_TOKENS = 64
 FEW_TILES = ((4, 4), (FEW_TOKENS, 16))
 # Of a tile.

@@ -434,7 +434,7 @@ def _over_cache(
     keys: dict[str, Any] = {"cache_seqlens": seqused_k, "page_table": block_table}
     if block_table is None:
         keys = {"cu_seqlens_k": cu_k, "seqused_k": seqused_k, "max_seqlen_k": max_k}
-    # derivatives are those of the operator, whose kernel this is
+    # this runs below an operator that has its own derivative
     with torch.no_grad():
         return attention_varlen(
             query,

@@ -25,7 +25,7 @@ BIASES = "xformers.ops.fmha.attn_bias"
 
 
 class Rule(NamedTuple):
-    """What a class of biases means."""
+    """The meaning of a class of biases."""
 
     keys: str
     """How keys lie: `dense`, or one sequence after the other: `packed`, `padded` or `gappy` with
@@ -167,7 +167,7 @@ def _added(bias: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | Non
 
 
 def _rule(bias: Any) -> Rule:
-    """What the class of `bias` means."""
+    """The meaning of the class of `bias`."""
     kind = type(bias)
     if kind.__module__ == BIASES and kind.__name__ in RULES:
         return RULES[kind.__name__]

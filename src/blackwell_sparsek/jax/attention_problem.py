@@ -1,4 +1,4 @@
-"""The facts of an attention call under JAX that tiles of kernels depend on."""
+"""The properties of an attention call under JAX that the tiles of kernels depend on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from ..core.target import Arch
 
 @dataclass(frozen=True)
 class Problem:
-    """The facts that portable kernels ask for, named as in `calls.attention.AttnProblem`."""
+    """The properties that portable kernels need, named as in `calls.attention.AttnProblem`."""
 
     arch: Arch
     dtype: Any
@@ -24,6 +24,6 @@ class Problem:
 
 
 def problem_of(q: Any, k: Any, v: Any, block: tuple[int, int] | None, arch: Arch) -> Problem:
-    """The facts of arrays [B, H, S, D], or of their descriptions; `block` is that of the mask."""
+    """The problem of arrays [B, H, S, D], or of their descriptions, under a mask of `block`s."""
     (batch, heads, sq, dim), sk = q.shape, k.shape[2]
     return Problem(arch, q.dtype, batch, heads, k.shape[1], sq, sk, dim, v.shape[3], block)

@@ -19,7 +19,7 @@ from .kernel_calls import made
 
 @dataclass(frozen=True, kw_only=True)
 class HopperProblem(Problem):
-    """With the facts that only this kernel asks for."""
+    """`Problem`, with the properties that only the Hopper kernel needs."""
 
     banded: bool
     softcap: bool
@@ -41,9 +41,9 @@ def hopper_problem(
     factors: tuple[float, float],
     arch: Arch,
 ) -> HopperProblem:
-    """The facts of arrays [B, H, S, D], or of their descriptions.
+    """The problem of arrays [B, H, S, D], or of their descriptions.
 
-    `block` is that of the mask; `factors` are scale and softcap, 0 for none.
+    `block` is the block size of the mask; `factors` are scale and softcap, 0 for none.
     """
     scale, softcap = factors
     return HopperProblem(
@@ -108,7 +108,7 @@ def plan_forward_sm90(call: Any, arch: Arch) -> KernelLaunch | None:
     lse = made("lse", "output", q.shape[:3], jnp.float32)
     parts = None
     if config.SPLIT_TAIL:
-        # where nothing is shared nobody looks at it
+        # any array will do if the tail is not split: it is not read
         parts = lse
         if schedule.tail_share > 0:
             parts = made("parts", "scratch", schedule.parts_shape(config), jnp.float32)

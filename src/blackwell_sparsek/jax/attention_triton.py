@@ -1,7 +1,7 @@
 """Attention and its gradients by kernels, on a GPU.
 
-The kernels and their planners are those of `bsk.attention`; what differs is who launches them. The
-portable kernels do all of it, unless the forward is that for Hopper.
+Kernels and planners are shared with `bsk.attention`; only the launch differs. The portable kernels
+compute everything, except that the forward can run the Hopper kernel.
 """
 
 import math
@@ -41,7 +41,7 @@ class KernelOptions(NamedTuple):
     precision: str
     """Of fp32 products."""
     hopper: bool = False
-    """Whether the forward kernel is that for Hopper."""
+    """Whether the forward runs the Hopper kernel."""
 
 
 class Lists(NamedTuple):

@@ -102,7 +102,7 @@ class WorkList(NamedTuple):
 
 
 def work_list(indptr: jax.Array, nnz_blocks: int, cols_b: int, chunk: int) -> WorkList:
-    """Rows longer than `chunk` blocks are cut; sized for the worst pattern with so many blocks."""
+    """Rows longer than `chunk` blocks are cut; sized for the worst pattern of this many blocks."""
     rows_b = indptr.shape[0] - 1
     if min(nnz_blocks, cols_b) <= chunk or rows_b == 0:
         lengths = jnp.diff(indptr)

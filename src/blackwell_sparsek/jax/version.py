@@ -1,4 +1,4 @@
-"""Says what to install where JAX is missing or too old; imported before anything that needs it."""
+"""Says what to install if JAX is missing or too old; imported before the modules that need it."""
 
 MIN_JAX = (0, 8)
 _NEEDED = f"blackwell_sparsek.jax needs jax {'.'.join(map(str, MIN_JAX))} or newer"

@@ -20,7 +20,8 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput
-from ..dispatch.dispatcher import Dispatcher, interpreted_only
+from ..core.torch_state import without_autocast
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
 from .layout import (
@@ -289,7 +290,7 @@ def _append(call: AppendCall, impl: str) -> tuple[()]:
 def _kv_append(*args: Any) -> None:
     *tensors, impl = args
     call = AppendCall(*tensors)
-    with torch.autocast(call.k.device.type, enabled=False), torch.no_grad():
+    with without_autocast(call.k.device), torch.no_grad():
         append_dispatch.run(impl, call)
 
 
@@ -300,7 +301,7 @@ append_dispatch.register(
     "blackwell_sparsek.kv_cache.append_kernel:append",
     auto_passes=interpreted_only,
 )
-append_dispatch.register("eager", lambda problem: None, append_eager)
+append_dispatch.register("eager", every_problem, append_eager)
 
 kv_append_op: Operator = define_op(
     "kv_append",

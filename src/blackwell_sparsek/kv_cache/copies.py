@@ -1,4 +1,4 @@
-"""What a copied cache consists of: deep copies, pickled and saved caches.
+"""Copies of caches: deep copies, pickled and saved caches.
 
 The state of a cache is its tensors and plain Python data. Everything on the device that follows
 from the accounts on the host, such as lengths and page tables, is made again, so that a loaded

@@ -87,7 +87,7 @@ class SequenceState:
 
 
 class Growth(NamedTuple):
-    """What one reservation changed.
+    """The changes made by one reservation.
 
     `entries` are (row, ordinal, page) to be set in the table; `copies` are (from, to) of pages that
     other sequences still share. Both must reach the device before new tokens are written.

@@ -20,7 +20,8 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
-from ..dispatch.dispatcher import Dispatcher, interpreted_only
+from ..core.torch_state import without_autocast
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
 from ..masks.check import check_count
@@ -34,7 +35,7 @@ _CHOICES: dict[Any, Any] = {}
 
 
 class PageSummaries(NamedTuple):
-    """What `page_summaries` returns: per channel, the smallest and largest key of each page.
+    """The result of `page_summaries`: the smallest and largest value of each channel in each page.
 
     `low`, `high`: `[pages, Hkv, D]`, or `[B, blocks, Hkv, D]` for a contiguous cache that is cut
     into blocks of `page_size` tokens. dtype of the cache; for fp8 caches, bf16 with the stored
@@ -489,14 +490,14 @@ def _choose(call: TopkCall, impl: str) -> tuple[torch.Tensor]:
 def _page_summaries(*args: Any) -> None:
     *asked, impl = args
     call = SummariesCall(*asked)
-    with torch.autocast(call.low.device.type, enabled=False), torch.no_grad():
+    with without_autocast(call.low.device), torch.no_grad():
         summaries_dispatch.run(impl, call)
 
 
 def _topk_pages(*args: Any) -> torch.Tensor:
     *asked, impl = args
     call = TopkCall(*asked)
-    with torch.autocast(call.q.device.type, enabled=False), torch.no_grad():
+    with without_autocast(call.q.device), torch.no_grad():
         return topk_dispatch.run(impl, call)
 
 
@@ -518,7 +519,7 @@ summaries_dispatch.register(
     "blackwell_sparsek.kv_cache.selection_kernels:summarise",
     auto_passes=interpreted_only,
 )
-summaries_dispatch.register("eager", lambda problem: None, summaries_eager)
+summaries_dispatch.register("eager", every_problem, summaries_eager)
 topk_dispatch: Dispatcher = Dispatcher("topk_pages")
 topk_dispatch.register(
     "triton",
@@ -526,7 +527,7 @@ topk_dispatch.register(
     "blackwell_sparsek.kv_cache.selection_kernels:topk",
     auto_passes=interpreted_only,
 )
-topk_dispatch.register("eager", lambda problem: None, topk_eager)
+topk_dispatch.register("eager", every_problem, topk_eager)
 
 page_summaries_op: Operator = define_op(
     "page_summaries",

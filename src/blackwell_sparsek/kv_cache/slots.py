@@ -22,7 +22,8 @@ from ..core.checks import (
     message,
 )
 from ..core.errors import InvalidInput, InvalidType
-from ..dispatch.dispatcher import Dispatcher, interpreted_only
+from ..core.torch_state import without_autocast
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
@@ -294,7 +295,7 @@ def why_not_triton(problem: CacheProblem) -> str | None:
 def _kv_append_slots(*args: Any) -> None:
     *values, impl = args
     call = SlotsCall(*values)
-    with torch.autocast(call.k.device.type, enabled=False), torch.no_grad():
+    with without_autocast(call.k.device), torch.no_grad():
         slots_dispatch.run(impl, call)
 
 
@@ -305,7 +306,7 @@ slots_dispatch.register(
     "blackwell_sparsek.kv_cache.slots_kernel:append",
     auto_passes=interpreted_only,
 )
-slots_dispatch.register("eager", lambda problem: None, append_eager)
+slots_dispatch.register("eager", every_problem, append_eager)
 
 kv_append_slots: Operator = define_op(
     "kv_append_slots",

@@ -1,8 +1,8 @@
-"""Hooks on compilation, which Triton calls with the constants of a kernel as JSON.
+"""Support for compilation hooks, which Triton calls with the constants of a kernel as JSON.
 
-Engines set them: vLLM warns of kernels that are compiled while it serves. JSON holds no dataclass,
-which the configurations of our kernels are, and Triton would raise. While a kernel is compiled here
-and a hook is set, constants that JSON does not hold are handed to it as text.
+Serving engines set such hooks: vLLM warns about kernels that are compiled while it serves. The
+configurations of our kernels are dataclasses, which JSON cannot represent, so Triton would raise.
+While a kernel is compiled here and a hook is set, such constants are passed to it as text.
 """
 
 import json
@@ -16,7 +16,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def constants_as_text() -> Iterator[None]:
-    """Let hooks on compilation take every constant."""
+    """Inside, compilation hooks get constants that JSON cannot represent as text."""
     from triton import knobs
     from triton.runtime import jit
 
@@ -37,9 +37,9 @@ def constants_as_text() -> Iterator[None]:
 
 
 def _for_json(constant: Any) -> Any:
-    """The constant itself, or its text if JSON does not hold it."""
+    """The constant itself, or its text if JSON cannot represent it."""
     try:
-        # `tl.constexpr` keeps what it holds as its value
+        # the constant inside a `tl.constexpr` is its value
         json.dumps(getattr(constant, "value", constant))
     except TypeError:
         return str(constant)

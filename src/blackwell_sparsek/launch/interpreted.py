@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs to run the kernels that are launched here."""
+"""A fix of Triton's interpreter without which it rejects some kernels of this package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from ..core.env import triton_interpreted
 def comparisons_are_bits() -> Iterator[None]:
     """Inside, results of comparisons in interpreted kernels are of type int1, as in compiled ones.
 
-    The interpreter gives them the type of what was compared. A scalar that is combined with a mask
-    makes the mask int32 then, which loads and stores take until Triton 3.8 and refuse from 3.9 on.
+    The interpreter gives them the type of their operands. A mask combined with such a scalar is
+    then int32, which loads and stores accept up to Triton 3.8 and reject from 3.9 on.
     """
     if not triton_interpreted():
         yield

@@ -1,6 +1,6 @@
 """Launching kernels on the device of their tensors.
 
-`launch` keeps what it launched while a call is recorded; `launch.templates` launches the same
+While a call is recorded, `launch` also notes each launch; `launch.templates` launches the same
 variants again with other tensors.
 """
 
@@ -37,7 +37,7 @@ def launch(
     launched = launch_kernel(kernel, grid, args, cluster, options)
     record = current_recording()
     if record is not None:
-        # what Triton's front end launched cannot be launched again without it
+        # a launch by Triton's front end cannot be replayed by the driver
         record.complete &= launched is not None
         record.launches.append(Launch(launched, grid, list(args), kernel))
 
@@ -45,7 +45,7 @@ def launch(
 def launch_kernel(
     kernel: Any, grid: int, args: Sequence[Any], cluster: int, options: dict[str, Any]
 ) -> Launchable | None:
-    """Launch through the CUDA driver; where it cannot, through Triton, and return None."""
+    """Launch through the CUDA driver, or else through Triton, which returns None."""
     found = find_variant(kernel, args, cluster, options)
     if found is not None:
         found.launch(grid, raw_stream(raw_device()))

@@ -19,7 +19,7 @@ class Launch(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A tensor that launches took, and how another call makes its counterpart."""
+    """A tensor that launches took, and how to make its counterpart for another call."""
 
     how: Any
     made: torch.Tensor
@@ -36,7 +36,7 @@ class Recording:
     self_resetting: list[torch.Tensor] = field(default_factory=list)
     derived: list[Derived] = field(default_factory=list)
     complete: bool = True
-    """Whether the launches are all of the call. Triton's front end launches what others cannot."""
+    """Whether the CUDA driver made all launches; those by Triton's front end cannot be replayed."""
 
 
 _current: ContextVar[Recording | None] = ContextVar("bsk_recording", default=None)
@@ -74,7 +74,7 @@ def is_recording() -> bool:
 
 
 def note_derived(how: Any, made: torch.Tensor) -> None:
-    """Record a tensor that launches take and that another call makes in the same way, by `how`."""
+    """Record a tensor that launches take; `how` makes its counterpart for another call."""
     record = _current.get()
     if record is not None:
         record.derived.append(Derived(how, made))

@@ -1,12 +1,12 @@
 """Replay of earlier calls, without their checks, operator dispatch and kernel lookup.
 
-The launches of a call depend only on its sizes, strides, dtypes and options. They are recorded when
-these come again; a later call that agrees in all of them only allocates its results and launches.
-`described` makes the key. It runs in every call and looks at each tensor once: what the key holds
-was checked when the call was recorded, so only what it does not hold is checked again.
+The launches of a call depend only on its sizes, strides, dtypes and options. They are recorded the
+second time these come; a later call that agrees in all of them only allocates its results and
+launches. `described` makes the key. It runs in every call and looks at each tensor once: everything
+in the key was checked when the call was recorded, so only the rest is checked again.
 
 Modes and transforms of PyTorch need the operator, so nothing is recorded or replayed while one of
-them may be active; nor if gradients are wanted, unless the caller takes care of them.
+them may be active; nor if a gradient is needed, unless the caller takes care of it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,11 +25,11 @@ from .workspace import hold_for_graph
 
 # Recordings in one cache, which is cleared when it is full: a model has only a handful of sizes.
 MAX_RECORDINGS = 64
-# Sizes whose calls are counted. Recording takes longer than a call, so it is the second call of the
-# same sizes that is recorded: those of ragged batches may never come again.
+# Keys whose calls are counted. Recording takes longer than a call, so only the second call with the
+# same key is recorded: the sizes of a ragged batch may never come again.
 MAX_SEEN = 4096
-# Calls of the same lengths that take the launch of other lengths before one is recorded: on an H200
-# a forward takes 39 us so and 20 by a recorded launch, and recording takes 300 us.
+# Calls with the same lengths that reuse a launch made for other lengths before one is recorded. On
+# an H200 a resized forward takes 39 us and a replayed one 20 us, and recording takes 300 us.
 RESIZED_CALLS = 16
 _PLAIN = _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 # The precision of float32 products is a global switch, which a recording would not follow.
@@ -58,8 +58,8 @@ _seen: dict[int | None, int] = {}
 def seen_before(key: tuple[Any, ...]) -> bool:
     """Whether a call with this key of `described` was noted before; if not, it is noted.
 
-    A call that was is to be recorded, and counting starts anew: otherwise more sizes than a cache
-    has room for would be recorded at every call.
+    If it was, the caller records it, and counting starts anew: otherwise a program with more sizes
+    than a cache holds would record every call.
     """
     if _seen.pop(_place(key), 0):
         return True
@@ -68,7 +68,7 @@ def seen_before(key: tuple[Any, ...]) -> bool:
 
 
 def times_seen(key: tuple[Any, ...]) -> int:
-    """How many calls with this key were noted since one was recorded."""
+    """How many calls with this key were noted since the last one was recorded."""
     return _seen.get(_place(key), 0)
 
 
@@ -92,20 +92,23 @@ def _place(key: tuple[Any, ...]) -> int | None:
         return None
 
 
-# What launches depend on of one tensor besides its address: shape, strides, dtype, index of the
-# device, and whether it wants a gradient. Records take seven times as long to make as plain tuples.
+# The properties of a tensor that launches depend on, besides its address: shape, strides, dtype,
+# device index, and whether it needs a gradient. A plain tuple, because a NamedTuple takes seven
+# times as long to make.
 TensorFacts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int, bool]
 
 
 class Described(NamedTuple):
-    """What launches depend on: the key of a call, the addresses of its inputs, its gradients."""
+    """Everything that the launches of a call depend on, as `described` found it."""
 
     key: tuple[Any, ...]
     """Options, `kind` and `tensors`."""
     kind: tuple[Any, ...]
-    """All that the key holds besides options and tensors."""
+    """The rest of the key: types of the options, the stream, global switches."""
     addresses: list[int]
+    """Of the inputs; 0 for an absent one."""
     trains: bool
+    """Whether an input needs a gradient."""
     tensors: list[TensorFacts | None]
     """One for each input, None for an absent one."""
 
@@ -170,9 +173,7 @@ def described(
     gradients: bool = False,
     operands: int = 0,
 ) -> Described | None:
-    """The key of a call, the addresses of its inputs, and whether it wants gradients.
-
-    None if the call must be made in full. The arguments have not been checked before.
+    """The `Described` of a call whose arguments are still unchecked; None to make it in full.
 
     Parameters
     ----------
@@ -180,9 +181,9 @@ def described(
     inputs : the tensors, None for an absent one
     stream : the current stream, if the launches belong to it
     below_autocast : whether autocast has already cast the inputs, as inside operators
-    gradients : whether the caller can replay calls that want gradients; if not, None for those
-    operands : if autocast casts only the first `operands` inputs, the call may be replayed when
-        they already have its dtype
+    gradients : whether the caller can replay calls that need gradients; if not, they get None
+    operands : how many of the first inputs autocast would cast; under autocast, the call can only
+        be replayed if they already have its dtype
     """
     if torch.compiler.is_compiling():
         return None
@@ -227,16 +228,14 @@ def repeat(
     cache: Cache,
     options: tuple[Any, ...],
     inputs: tuple[Any, ...],
-    stream: int | None = None,
     below_autocast: bool = False,
 ) -> Tensors | None:
     """Replay what `record` kept for such a call; None if the call must be made in full."""
-    found = described(options, inputs, stream, below_autocast)
+    found = described(options, inputs, below_autocast=below_autocast)
     if found is None:
         return None
-    key, addresses = found.key, found.addresses
-    launches = kept(cache, key)
-    return None if launches is None else launches(addresses)
+    launches = kept(cache, found.key)
+    return None if launches is None else launches(found.addresses)
 
 
 def record(
@@ -247,17 +246,16 @@ def record(
     *args: Any,
     operands: int,
     wanted: int | None = None,
-    stream: int | None = None,
     below_autocast: bool = False,
     closed: bool = False,
 ) -> Tensors:
     """Return `run(*args)`; keep its launches for `repeat` if they compute all of it.
 
-    The first `operands` inputs are those that are multiplied with each other. `repeat` returns only
-    the first `wanted` results, by default all; the others become scratch memory. For `closed` see
-    `Recorder`.
+    The first `operands` inputs are multiplied with each other; only their dtypes are restricted.
+    `repeat` returns only the first `wanted` results, by default all; the others become scratch
+    memory. For `closed` see `Recorder`.
     """
-    found = described(options, inputs, stream, below_autocast)
+    found = described(options, inputs, below_autocast=below_autocast)
     if found is None or not may_record(options, inputs[:operands], inputs[operands:]):
         return run(*args)
     key = found.key
@@ -341,7 +339,7 @@ NO_RECORDER = Recorder(None)
 
 
 def may_record(options: Sequence[Any], operands: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the launches of a call that `described` has looked at may be kept.
+    """Whether the launches of a call may be kept, after `described` has made its key.
 
     `operands` are multiplied with each other; `others` are further inputs, None if absent.
     """
@@ -365,7 +363,7 @@ def _is_in_gpu_memory(x: torch.Tensor) -> bool:
 
 
 def _autocast_keeps(operands: Sequence[Any]) -> bool:
-    """Whether autocast would leave these as they are."""
+    """Whether the operands already have the dtype that autocast would cast them to."""
     dtype = torch.get_autocast_dtype("cuda")
     return all(getattr(x, "dtype", None) == dtype for x in operands)
 

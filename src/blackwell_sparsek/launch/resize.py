@@ -1,7 +1,7 @@
 """Launches made again with other sizes: the same kernel, other addresses, integers and grid.
 
-`launch.templates` repeats launches whose integers never change. Here whoever repeats a launch says
-which integers differ, and what they are.
+`launch.templates` repeats launches whose integers never change. Here the caller says which integers
+differ, and passes their values.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from .prepared import Prepared
 from .recording import Launch
 from .variants import Launchable, value_places
 
-# What the tensor map of one tensor is made from: address, shape, strides in elements. Records take
-# seven times as long to make as plain tuples.
+# The source of a tensor map: address, shape, strides in elements. A plain tuple, because a
+# NamedTuple takes seven times as long to make.
 MapSource = tuple[int, Sequence[int], Sequence[int]]
 
 
 class _OwnMap(NamedTuple):
-    """A tensor map that belongs to one prepared launch, and what encodes it."""
+    """A tensor map that belongs to one prepared launch, and the function that encodes it."""
 
     encode: Callable[[TensorMap, int, Sequence[int], Sequence[int]], None]
     made: TensorMap
@@ -32,13 +32,13 @@ class _Resizable(NamedTuple):
 
 
 class ResizableLaunch:
-    """A launch to be made again.
+    """A launch that can be made again with other values.
 
     Parameters
     ----------
-    launch : as the CUDA driver made it
-    names : the parameters that differ from launch to launch, as `value_places` names them: tensors,
-        and integers on which the kernel is not specialised
+    launch : recorded, by the CUDA driver
+    names : the parameters that differ between launches, as `value_places` names them: tensors, and
+        integers on which the kernel is not specialised
     """
 
     def __init__(self, launch: Launch, names: Sequence[str]):
@@ -54,7 +54,7 @@ class ResizableLaunch:
         self, grid: int, stream: int, values: Sequence[int], tensors: Sequence[MapSource]
     ) -> None:
         """Launch with `values` for the parameters named, and these tensors for the descriptors."""
-        # one for each thread that launches at the same time; the driver copies parameters and maps
+        # one per thread that launches at the same time; the driver copies parameters and maps
         try:
             made = self._free.pop()
         except IndexError:
@@ -69,7 +69,7 @@ class ResizableLaunch:
         self._free.append(made)
 
     def _new(self) -> _Resizable:
-        """A launch whose tensor maps and their sizes are where `encode` writes them."""
+        """A launch that takes its tensor maps, and their sizes, from where `encode` writes them."""
         prepared, maps = self._variant.prepared(1, self._values), []
         for place, encoder in zip(self._map_places, self._variant.encoders, strict=True):
             encoded = encoder.empty()

@@ -1,6 +1,6 @@
 """Recorded launches as templates, launched again with other tensors.
 
-A recording may depend only on what both calls have in common (shapes, strides, options);
+A recording may depend only on properties that both calls share (shapes, strides, options);
 `launch.replay` ensures that.
 """
 
@@ -22,11 +22,11 @@ _ALIGNMENT = 512
 
 
 class _Template(Template):
-    """One recorded launch, of which the tensors with a role differ between calls."""
+    """One recorded launch; tensors with a role are replaced in every call."""
 
     def __init__(self, launched: Launchable, grid: int, args: list[Any], role_of: dict[int, int]):
         variant, values = launched.variant, launched.values
-        # tensors without a role, which every launch takes as they are
+        # tensors without a role, which all launches share
         self.kept = [x for x in _tensors(args) if x.data_ptr() and x.data_ptr() not in role_of]
         slots = [
             Slot(place, role_of[values[place]])
@@ -41,7 +41,7 @@ class _Template(Template):
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of a launch, but for those of descriptors."""
+    """The tensors among the arguments of a launch, except inside descriptors."""
     for x in args:
         if isinstance(x, torch.Tensor):
             yield x
@@ -56,9 +56,9 @@ def _storage(x: torch.Tensor) -> int:
 class RecordedLaunches:
     """The launches of one call of an operator, to be repeated with other tensors.
 
-    `make` takes the tensors of the recorded call, None for an absent one, in the order in which
-    `repeat` takes those of a later call. It returns None if the recording cannot tell the tensors
-    from each other, or if only Triton's front end can launch the kernels.
+    `make` takes the tensors of the recorded call, None for an absent one; `repeat` takes the
+    addresses of their counterparts in the same order. `make` returns None if two tensors have the
+    same address, or if only Triton's front end can launch the kernels.
     """
 
     def __init__(self, templates: list[_Template], record: Recording, device: torch.device):
@@ -85,7 +85,7 @@ class RecordedLaunches:
     ) -> "RecordedLaunches | None":
         """Find the `roles` and the scratch memory among the arguments of the launches.
 
-        All replays take other tensors as they are; with `closed` they are refused.
+        All replays share any other tensor; with `closed`, such a recording is refused.
         """
         tensors = [*roles, *record.scratch, *record.zeroed, *record.self_resetting]
         role_of = {x.data_ptr(): i for i, x in enumerate(tensors) if x is not None}
@@ -98,7 +98,7 @@ class RecordedLaunches:
                 return None
             templates.append(_Template(launched, grid, args, role_of))
         kept = [x for template in templates for x in template.kept]
-        # part of a tensor with a role: another call has it elsewhere
+        # a view of a tensor with a role: in another call it has another address
         memory = {_storage(x) for x in tensors if x is not None}
         if (closed and kept) or any(_storage(x) in memory for x in kept):
             return None
@@ -131,7 +131,7 @@ class RecordedLaunches:
             template.run(stream, addresses)
 
     def _memory(self, stream: int, capturing: bool) -> torch.Tensor:
-        """Scratch memory for the whole call: the stream's, or allocated for this call alone."""
+        """Scratch memory for the whole call: of the stream, or allocated for this call alone."""
         if self._shares and not capturing:
             return stream_memory(self._bytes, self._device, stream)
         return empty_on_gpu((self._bytes,), (1,), torch.uint8)

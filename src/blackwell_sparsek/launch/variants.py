@@ -24,8 +24,8 @@ from .prepared import COMPILE_OPTIONS, Variant
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _INT32 = 2**31
-# What a key holds of an integer: that it is 1, or its size, plus this if 16 divides it. Other parts
-# of keys are no integers.
+# An integer in a key: 1 as it is, others by their size, plus _ALIGNED if 16 divides them. No other
+# part of a key is an integer.
 _ONE, _NARROW, _WIDE, _ALIGNED = 1, 32, 64, 1000
 
 
@@ -41,7 +41,7 @@ class _Walk:
         self.descriptors: list[tuple[int, Descriptor]] = []
 
     def add(self, x: Any, specialise: bool) -> None:
-        """Add an argument that is no constant of the kernel."""
+        """Add an argument that is not a constant of the kernel."""
         kind, key, values = type(x), self.key, self.values
         if kind is int:
             size = _NARROW if -_INT32 <= x < _INT32 else _WIDE
@@ -101,7 +101,7 @@ class _Kernel:
     """A kernel's parameters by kind, and its variants."""
 
     def __init__(self, kernel: Any):
-        # held, so that nothing else gets its id
+        # kept alive, so that its id stays unique
         self.kernel = kernel
         self.runtime: list[tuple[int, bool]] = []
         constants: list[int] = []
@@ -128,10 +128,10 @@ def find_variant(
 ) -> Launchable | None:
     """The variant of `kernel` for these arguments on the current GPU, compiled if need be.
 
-    Its launches are in clusters of `cluster` programs: machine code does not depend on that.
+    It launches clusters of `cluster` programs; machine code does not depend on that.
 
-    None if Triton's front end must launch it: kernels that are interpreted, or compiled by a
-    release whose parameters are not known.
+    None if Triton's front end must launch the kernel: if it is interpreted, or compiled by a
+    release whose order of parameters is not known.
     """
     known = _kernels.get(id(kernel))
     if known is None:
@@ -152,7 +152,7 @@ def find_variant(
 
 
 def value_places(kernel: Any, args: Sequence[Any]) -> dict[str, int]:
-    """Where the values of `find_variant` hold each parameter: the first one of a descriptor.
+    """The index of each parameter in the values of `find_variant`; for descriptors, the first.
 
     Items of tuples are named "parameter.field", or "parameter.0". Constants have no place.
     """

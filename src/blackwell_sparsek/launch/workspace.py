@@ -59,12 +59,9 @@ _in_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def hold_for_graph(owner: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """If a CUDA graph is being captured, keep `tensors`, made before, as long as `owner` lives."""
     if torch.cuda.is_current_stream_capturing():
-        # an owner that were held here would never end
+        # an owner that held itself would never be freed
         others = {id(x): x for x in tensors if x is not owner}
         _in_graphs.setdefault(owner, {}).update(others)
-
-
-# Scratch memory.
 
 
 def scratch(
@@ -84,9 +81,8 @@ def scratch(
 
 
 # A stream keeps scratch memory between replayed calls, as cuBLAS keeps its workspace. Launches on
-# one stream follow each other, so they may use the same memory as long as nothing is left in it for
-# a later launch. A captured call takes other memory, since its graph may run concurrently with the
-# stream.
+# one stream run one after another, so they can share memory as long as it passes nothing to a later
+# launch. A captured call takes other memory, since its graph may run concurrently with the stream.
 
 # A stream keeps no more than this; larger memory is allocated for each call. Calls that need more
 # run long enough to hide an allocation.
@@ -111,12 +107,12 @@ def stream_memory(size: int, device: torch.device, stream: int) -> torch.Tensor:
 
 
 # Counters begin at multiples of 16 bytes, as separate allocations would: a variant of a kernel may
-# have been compiled for an address that is one, and reads several words at a time.
+# have been compiled for aligned addresses, and read several words at a time.
 _WORDS_AT_A_TIME = 4
 
 
 def _whole_units(count: int) -> int:
-    """Words to set aside for `count` of them, so that the next ones are aligned as well."""
+    """`count` rounded up, so that the next words are aligned as well."""
     return -(-count // _WORDS_AT_A_TIME) * _WORDS_AT_A_TIME
 
 
@@ -188,20 +184,16 @@ _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _for_captures: dict[int, list[torch.Tensor]] = {}
 
 
-def self_resetting_counters(
-    count: int, device: torch.device, stream: int | None = None
-) -> torch.Tensor:
-    """`count` or more int32 that are zero when a launch finds them and that it must leave zero.
+def self_resetting_counters(count: int, device: torch.device) -> torch.Tensor:
+    """`count` or more int32 that are zero before a launch, which must leave them zero.
 
-    For one launch on `stream`, by default the current one; a CUDA `device` has an index.
+    For one launch on the current stream; a CUDA `device` has an index.
     """
     if device.type != "cuda":
         words = _zeroed(count, device)
     else:
-        if stream is None:
-            stream = raw_stream(device.index)
         capturing = torch.cuda.is_current_stream_capturing()
-        words = counters_of_stream(count, device, stream, capturing)
+        words = counters_of_stream(count, device, raw_stream(device.index), capturing)
     record = current_recording()
     if record is not None:
         record.self_resetting.append(words)

@@ -69,7 +69,7 @@ def block_table(mask: "BlockMask", batch: int, heads: int) -> torch.Tensor:
 def combined(a: "BlockMask", b: Any, symbol: str) -> "BlockMask":
     """`a & b` or `a | b`; either may broadcast along the batch and the heads."""
     op = f"BlockMask {symbol} BlockMask"
-    # a mask that was made without lengths takes those of the other
+    # a mask that was made without lengths takes the lengths of the other
     if a._fits(*b.seq_lengths):
         a = a.for_lengths(*b.seq_lengths)
     elif b._fits(*a.seq_lengths):

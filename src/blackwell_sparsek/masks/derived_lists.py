@@ -1,4 +1,4 @@
-"""Lists that kernels need besides those of a mask, derived from it in the first call and cached.
+"""Lists that kernels need besides the lists of a mask: derived in the first call and cached.
 
 A recorded call notes how they are made, so that it can be replayed with another mask.
 """

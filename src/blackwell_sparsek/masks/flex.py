@@ -141,7 +141,7 @@ def evaluate(
 
 
 def _check_seen(op: str, seen: Any) -> None:
-    """A `mask_mod` must return one bool: bits of other numbers would be those of wrong elements."""
+    """A `mask_mod` must return one bool: the bits of another number would mask wrong elements."""
     expected = "one bool without dimensions, such as q >= kv"
     if not isinstance(seen, torch.Tensor):
         got = type(seen).__name__

@@ -43,7 +43,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 class Product(NamedTuple):
-    """What the derivative of a matmul needs besides tensors."""
+    """Everything that the derivative of a matmul needs besides tensors."""
 
     shape: Any
     block_shape: Any
@@ -84,7 +84,7 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 class Saved(NamedTuple):
-    """Tensors of a matmul that its derivative may need; None for those that it does not."""
+    """The tensors of a matmul that its derivative needs; None for the others."""
 
     values: torch.Tensor | None
     dense: torch.Tensor | None
@@ -97,7 +97,7 @@ class Saved(NamedTuple):
 
 
 class ProductGradients(NamedTuple):
-    """Gradients of the tensors of a matmul; None for those that are not needed."""
+    """Gradients of the tensors of a matmul; None if not needed."""
 
     values: torch.Tensor | None = None
     dense: torch.Tensor | None = None

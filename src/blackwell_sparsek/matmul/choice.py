@@ -9,7 +9,7 @@ against the dense product.
 from functools import lru_cache
 
 from ..calls.matmul import BsrProblem
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..reference import matmul as reference
 from . import dense, eager
 from .estimate import dense_seconds, packs_for_few_columns, sparse_seconds
@@ -118,11 +118,6 @@ def _compared(own_s: float, other: str, other_s: float) -> str:
     return f"estimated {own_s * 1e3:.3g} ms, {other} {other_s * 1e3:.3g} ms"
 
 
-def _anything(problem: BsrProblem) -> str | None:
-    """Plain PyTorch runs every problem."""
-    return None
-
-
 _PACKAGE = __name__.rpartition(".")[0]
 
 matmul_dispatch: Dispatcher = Dispatcher("bsr_matmul")
@@ -132,10 +127,10 @@ matmul_dispatch.register(
 matmul_dispatch.register(
     "triton", why_not_triton, f"{_PACKAGE}.triton.spmm:matmul", auto_passes=triton_passed_over
 )
-matmul_dispatch.register("eager", _anything, eager.matmul, auto_passes=eager_passed_over)
+matmul_dispatch.register("eager", every_problem, eager.matmul, auto_passes=eager_passed_over)
 # last: reached only if all others were passed over in its favour
-matmul_dispatch.register("dense", _anything, dense.matmul, auto_passes=dense_passed_over)
-matmul_dispatch.register("reference", _anything, reference.matmul, auto_passes=only_asked)
+matmul_dispatch.register("dense", every_problem, dense.matmul, auto_passes=dense_passed_over)
+matmul_dispatch.register("reference", every_problem, reference.matmul, auto_passes=only_asked)
 
 sddmm_dispatch: Dispatcher = Dispatcher("bsr_sddmm")
 sddmm_dispatch.register(
@@ -150,10 +145,10 @@ sddmm_dispatch.register(
     f"{_PACKAGE}.triton.sddmm:sddmm",
     auto_passes=sampled_triton_passed_over,
 )
-sddmm_dispatch.register("eager", _anything, eager.sddmm, auto_passes=sampled_eager_passed_over)
+sddmm_dispatch.register("eager", every_problem, eager.sddmm, auto_passes=sampled_eager_passed_over)
 # last: reached only if all others were passed over in its favour
-sddmm_dispatch.register("dense", _anything, dense.sddmm, auto_passes=sampled_dense_passed_over)
-sddmm_dispatch.register("reference", _anything, reference.sddmm, auto_passes=only_asked)
+sddmm_dispatch.register("dense", every_problem, dense.sddmm, auto_passes=sampled_dense_passed_over)
+sddmm_dispatch.register("reference", every_problem, reference.sddmm, auto_passes=only_asked)
 
 pairs_dispatch: Dispatcher = Dispatcher("bsr_pair_products")
 pairs_dispatch.register(
@@ -162,5 +157,5 @@ pairs_dispatch.register(
     f"{_PACKAGE}.triton.pair_products:pair_products",
     auto_passes=interpreted_only,
 )
-pairs_dispatch.register("eager", _anything, eager.pair_products)
-pairs_dispatch.register("reference", _anything, reference.pair_products, auto_passes=only_asked)
+pairs_dispatch.register("eager", every_problem, eager.pair_products)
+pairs_dispatch.register("reference", every_problem, reference.pair_products, auto_passes=only_asked)

@@ -7,7 +7,7 @@ import torch
 from ..calls.fp8 import SCALE_CHANNELS, Fp8MatmulCall
 from ..calls.matmul import BsrProblem, MatmulCall, pattern_tensors
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 from ..reference.fp8 import matmul as reference
@@ -48,8 +48,8 @@ fp8_matmul_dispatch.register(
     f"{_PACKAGE}.triton.spmm:matmul_fp8",
     auto_passes=interpreted_only,
 )
-fp8_matmul_dispatch.register("eager", lambda problem: None, eager.matmul_fp8)
-fp8_matmul_dispatch.register("reference", lambda problem: None, reference, auto_passes=only_asked)
+fp8_matmul_dispatch.register("eager", every_problem, eager.matmul_fp8)
+fp8_matmul_dispatch.register("reference", every_problem, reference, auto_passes=only_asked)
 
 
 def _call_of(

@@ -58,9 +58,9 @@ def check_operand(op: str, arg: str, x: Any) -> None:
 
 
 def check_blocks(op: str, arg: str, matrix: BSRMatrix) -> None:
-    """Check that there is a block for each entry of the pattern: kernels read as many.
+    """Check that there is a block for each entry of the pattern, since kernels read that many.
 
-    Values of a layer can be replaced at any time, and its pattern not with them.
+    The values of a layer can be replaced at any time, without its pattern.
     """
     pattern, stored = matrix.pattern, matrix.storage
     expected = (pattern.nnz_blocks, *pattern.block_shape)
@@ -70,7 +70,7 @@ def check_blocks(op: str, arg: str, matrix: BSRMatrix) -> None:
 
 
 def check_readable(op: str, arg: str, x: torch.Tensor) -> None:
-    """One of the last two dimensions must have stride 1 (or be of size 1)."""
+    """Check that one of the last two dimensions has stride 1 or size 1."""
     strided = [x.shape[d] > 1 and x.stride(d) != 1 for d in (-1, -2)]
     if all(strided) and x.numel() > 0:
         raise InvalidInput(

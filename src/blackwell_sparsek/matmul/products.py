@@ -1,4 +1,4 @@
-"""Products of a sparse and a dense operand: replayed, or checked and given to the operator."""
+"""Products of a sparse and a dense operand: replayed, or checked and passed to the operator."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def replayed_product(
     residual: torch.Tensor | None,
     options: Options,
 ) -> torch.Tensor:
-    """The product by what an earlier call has recorded, or else by the operator."""
+    """Replay what an earlier call recorded, or call the operator."""
     known, inputs = sparse.pattern.launches, (sparse.storage, dense, bias, residual)
     found = described(options, inputs)
     recorded = None if found is None else kept(known, found.key)
@@ -70,13 +70,13 @@ class DenseProduct:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product of tensors that agree with those of the recorded call in all but values."""
+        """The product of new tensors with the same shapes, dtypes and pattern."""
         call = replace(self._call, values=values, dense=dense, bias=bias, residual=residual)
         return multiply_densely(call)
 
 
 def dense_product(checked: "_Checked", impl: str) -> DenseProduct | None:
-    """What repeats a product that the dispatcher leaves to torch; None for any other."""
+    """The `DenseProduct` of a call that the dispatcher leaves to torch; None for other calls."""
     call = checked.call
     if checked.is_vector or not isinstance(call.pattern, PatternTensors):
         return None
@@ -85,7 +85,7 @@ def dense_product(checked: "_Checked", impl: str) -> DenseProduct | None:
 
 
 class _Checked(NamedTuple):
-    """A call whose arguments have been checked, and what the operator does not see of it."""
+    """A checked call, and the parts of the product that come after the operator."""
 
     call: MatmulCall
     is_vector: bool
@@ -107,7 +107,7 @@ def _computed(*given: Any) -> tuple[torch.Tensor]:
 
 
 def _cast_extra(x: Any, out_dtype: torch.dtype) -> Any:
-    """What autocast does to a bias or a residual: cast it, unless kernels add it as it is."""
+    """A bias or residual under autocast: cast, unless kernels add it in its own dtype."""
     is_half = isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
     return cast_operand(x) if is_half and x.dtype != out_dtype else x
 

@@ -45,10 +45,10 @@ class BlockRows(NamedTuple):
 
 
 class RowsProduct(NamedTuple):
-    """What the kernels of `bsk::bsr_matmul` read and write.
+    """The operands and results of the kernels of `bsk::bsr_matmul`.
 
-    The `parts` together cover all of `out`, the contiguous result. `problem` is that of the call;
-    if the parts merge the rows of all batch entries into one matrix, so does `problem`.
+    The `parts` together cover `out`, the contiguous result. `problem` describes the call; if the
+    rows of all batch entries are merged into one matrix, it describes the merged product.
     `x_scales` has views [B, groups, columns] for each part where the operands are in fp8.
     """
 
@@ -96,9 +96,9 @@ class SampledViews(NamedTuple):
 
 
 class SampledProduct(NamedTuple):
-    """What the kernels of `bsk::bsr_sddmm` read: the result is the sum over `parts`.
+    """The operands of the kernels of `bsk::bsr_sddmm`: the result is the sum over `parts`.
 
-    `problem` is that of one part.
+    `problem` describes one part.
     """
 
     parts: list[SampledViews]

@@ -71,7 +71,7 @@ def strict_patterns() -> Iterator[None]:
 
 
 def is_strict() -> bool:
-    """Whether the pattern of a checkpoint must be that of the module."""
+    """Whether a checkpoint must have the pattern of the module."""
     return _strict.get()
 
 

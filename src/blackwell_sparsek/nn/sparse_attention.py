@@ -417,7 +417,7 @@ class IndexerAttention(_SelfAttention):
         `rotary` is cos and sin `[T, head_dim]`; the indexer does not rotate.
         """
         q, k, v = self._project(x, rotary)
-        # the loss of the model does not reach the indexer, nor that of the indexer the model
+        # the loss of the model does not reach the indexer, nor its loss the model
         q_index, k_index, weights = self._index(x.detach())
         chosen = select_keys(
             q_index.detach(),

@@ -4,7 +4,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..attention.api import attention_varlen as attention_packed
+from ..attention.api import attention_packed
 from ..attention.inputs import overlaps
 from ..calls.attention import returned
 from ..calls.ragged import RaggedCall
@@ -342,7 +342,7 @@ def attention_varlen(
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
         *(scale, softcap, batch_invariant, deterministic, impl),
-        # offsets that are missing are not those that are passed twice
+        # missing offsets must not count as the same offsets passed twice
         cu_seqlens_k is None,
     )
     # replay identifies tensors by address, and the same offsets may be passed twice

@@ -10,9 +10,7 @@ import torch
 
 from ..attention.inputs import (
     DENSE,
-    DTYPES,
     PACKED,
-    check_head_dims,
     check_out,
     check_sinks,
     check_slopes,
@@ -24,11 +22,7 @@ from ..calls.ragged import RaggedCall
 from ..core.checks import (
     check_choice,
     check_derivatives,
-    check_dtype,
     check_flag,
-    check_last_dim_contiguous,
-    check_rank,
-    check_same_device,
     check_shape,
     check_tensor,
     message,
@@ -36,10 +30,10 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.inputs import (
-    FP8,
     PAGED,
     check_cache_scale,
     check_indices,
+    check_keys,
     checked_block_size,
     raise_mismatch,
 )
@@ -90,7 +84,10 @@ def ragged_call(
     batch = cu_seqlens_q.numel() - 1
     owned = not (packed or paged or cache_batch_idx is not None)
     layout = PACKED if packed else PAGED if paged else DENSE
-    heads = _check_keys(op, q, k, v, layout, batch if owned else None)
+    heads = check_keys(op, {"q": q, "k": k, "v": v}, PACKED, layout)
+    if owned and k.shape[0] != batch:
+        expected = f"{batch}, the sequences of cu_seqlens_q, or cache_batch_idx"
+        raise_mismatch(op, "k", "has a wrong batch size", expected, k.shape[0])
     max_q = checked_maximum(op, "max_seqlen_q", max_seqlen_q)
     most = 2**30 - 1 if max_seqlen_k is None else checked_maximum(op, "max_seqlen_k", max_seqlen_k)
     if packed:
@@ -179,39 +176,6 @@ def _check_kind(
     if cu_seqlens_k is None and seqused_k is not None:
         expected = "None with cache_seqlens, which are the keys in use"
         raise InvalidInput(message(op, "seqused_k", "is for packed keys", expected, "a tensor"))
-
-
-def _check_keys(op: str, q: Any, k: Any, v: Any, layout: str, batch: int | None) -> int:
-    """Check q, k and v: type, dtype, rank, layout, device, shape; return the KV heads."""
-    tensors = {"q": q, "k": k, "v": v}
-    for arg, x in tensors.items():
-        check_tensor(op, arg, x)
-        check_derivatives(op, arg, x)
-        check_dtype(op, arg, x, DTYPES if arg == "q" else (*DTYPES, FP8))
-        check_rank(op, arg, x, PACKED if arg == "q" else layout)
-        check_last_dim_contiguous(op, arg, x)
-    check_same_device(op, {**tensors})
-    if k.dtype != v.dtype:
-        raise_mismatch(op, "k/v", "have different dtypes", "one", k.dtype, v.dtype)
-    if k.dtype not in (q.dtype, FP8):
-        expected = f"that of q, {q.dtype}, or {FP8}"
-        raise_mismatch(op, "k", "has a dtype that q does not go with", expected, k.dtype)
-    if k.shape[-1] != q.shape[-1]:
-        raise_mismatch(op, "q/k", "have different head dims", "one", [*q.shape], [*k.shape])
-    if k.shape[:-1] != v.shape[:-1]:
-        expected = "all but the last dimension alike"
-        raise_mismatch(op, "k/v", "do not match", expected, [*k.shape], [*v.shape])
-    if batch is not None and k.shape[0] != batch:
-        expected = f"{batch}, the sequences of cu_seqlens_q, or cache_batch_idx"
-        raise_mismatch(op, "k", "has a wrong batch size", expected, k.shape[0])
-    check_head_dims(op, q, v)
-    if layout == PAGED and k.shape[1] == 0:
-        raise_mismatch(op, "k", "has pages without tokens", "page_size >= 1", [*k.shape])
-    heads: int = k.shape[2 if layout == PAGED else 1]
-    if q.shape[1] % heads if heads else q.shape[1]:
-        got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
-        raise_mismatch(op, "q", "has a wrong number of heads", "a multiple of those of k", got)
-    return heads
 
 
 def checked_maximum(op: str, arg: str, value: Any, *, least: int = 0) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..calls.ragged import RaggedCall
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..core.torch_state import without_autocast
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from ..masks.band import Band
 from ..reference import ragged as reference
@@ -38,7 +39,7 @@ def _attn_ragged(*args: Any) -> None:
     named["band"] = Band.from_scalars(*named["band"])
     call = RaggedCall(**named)
     # autocast has already cast the queries; in here it would round the sums
-    with torch.autocast(call.q.device.type, enabled=False), torch.no_grad():
+    with without_autocast(call.q.device), torch.no_grad():
         ragged_dispatch.run(impl, call)
 
 
@@ -62,8 +63,8 @@ ragged_dispatch.register(
     "blackwell_sparsek.ragged.triton:attention_ragged",
     auto_passes=interpreted_only,
 )
-ragged_dispatch.register("eager", lambda problem: None, _eager)
-ragged_dispatch.register("reference", lambda problem: None, _reference, auto_passes=only_asked)
+ragged_dispatch.register("eager", every_problem, _eager)
+ragged_dispatch.register("reference", every_problem, _reference, auto_passes=only_asked)
 
 attn_ragged: Operator = define_op(
     "attn_ragged",

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""In which order programs of the Hopper kernel take the softmaxes of prompts: the longest first.
+"""The order in which programs of the Hopper kernel take softmaxes of prompts: longest first.
 
 Equal ranges of units (`plan.py`) balance programs as well as units tell the time, and split a
 softmax at each border. Where every softmax is short against what a program has to do, programs
@@ -33,7 +33,7 @@ from .plan import (
 # Query tiles that a program ranks, and those that it compares them with at a time.
 RANKED = tl.constexpr(32)
 SCAN = tl.constexpr(256)
-# A program has at least so many times the longest softmax to do where softmaxes are left whole.
+# Softmaxes are left whole if each program has this many times the work of the longest one.
 LEAST_SOFTMAXES = 4
 
 

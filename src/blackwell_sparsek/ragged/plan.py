@@ -352,7 +352,7 @@ def find_query_tile(workspace, unit, num_tiles, offs_scan):
 
 
 class SoftmaxPart(NamedTuple):
-    """What a program has of one softmax."""
+    """The part of one softmax that a program computes."""
 
     mine: Any
     """Whether it has anything."""
@@ -401,7 +401,7 @@ class KernelRecords(NamedTuple):
 
 
 def kernel_records(call: RaggedCall) -> KernelRecords:
-    """What kernels take of a call."""
+    """The tensors and numbers of a call that kernels take."""
     q, k, v = call.q, call.k, call.v
     table, blocks, slopes = call.page_table, call.kv_blocks, call.alibi_slopes
     heads_q = q.shape[1]

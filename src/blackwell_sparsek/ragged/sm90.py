@@ -104,7 +104,7 @@ SCAN = gl.constexpr(128)
 
 
 class QueryPart(NamedTuple):
-    """What a program has of one softmax, as the producer publishes it; all fields are int32."""
+    """The part of one softmax that a program computes, as the producer publishes it; all int32."""
 
     kv_head: Any
     """-1 after the last part."""
@@ -130,7 +130,7 @@ PART_FIELDS = gl.constexpr(len(QueryPart._fields))
 
 
 class RaggedShared(NamedTuple):
-    """What all roles share."""
+    """Shared by all roles."""
 
     q_ring: Any
     """A tile for each consumer, as TMA fills it where the producer copies queries."""
@@ -146,7 +146,7 @@ class RaggedShared(NamedTuple):
 
 
 class RaggedProducer(NamedTuple):
-    """What only the producer reads."""
+    """Arguments of the producer alone."""
 
     q_desc: Any
     """None where consumers load queries."""
@@ -159,7 +159,7 @@ class RaggedProducer(NamedTuple):
 
 
 class RaggedConsumer(NamedTuple):
-    """What only the consumers read and write."""
+    """Arguments of the consumers alone."""
 
     results: Any
     q_ptr: Any
@@ -299,7 +299,7 @@ def _feed(produce, shared, keys, plan, tile, kv_head, step, part, CFG: gl.conste
 
 @gluon.jit
 def _ask(counter_ptr):
-    """What the first thread finds in the counter of claims, which it raises by one.
+    """The value of the claim counter before the first thread raised it by one.
 
     Only the first thread's is meant, so that nothing waits for it before `pick` does.
     """

@@ -62,7 +62,7 @@ class RaggedConfig(SplitKeysConfig):
 
 
 def ragged_config(problem: RaggedProblem, precision: str) -> RaggedConfig:
-    """Tiles and programs; `precision` is that of fp32 products."""
+    """Tiles and programs; `precision` applies to fp32 products."""
     dim = max(problem.head_dim, problem.head_dim_v)
     arch = problem.arch
     sms = INTERPRETED_PROGRAMS if arch.interpreted else arch.num_sms

@@ -13,7 +13,7 @@ out before any arithmetic, so that NaN or inf there changes no result and no gra
 
 import torch
 
-from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, lse_dtype
+from ..calls.attention import AttentionCall, AttnSpec, BackwardCall, fill_gradients, lse_dtype
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 
@@ -29,7 +29,7 @@ def backward(call: BackwardCall) -> None:
     """Fill the gradients that are asked for."""
     given = call.forward
     gradients = attention_backward(call.dout, call.dlse, given.q, given.k, given.v, given.spec)
-    call.gradients.fill(gradients)
+    fill_gradients(call.gradients, gradients)
 
 
 def attention(
@@ -180,7 +180,7 @@ def visible_elements(
 
 
 def visible_to_heads(visible: torch.Tensor, heads: int) -> torch.Tensor:
-    """Visible elements [B, 1 or H, Sq, Sk] of each query head, from those of KV heads."""
+    """Visible elements [B, 1 or H, Sq, Sk] of each query head, from visible elements by KV head."""
     own = visible.shape[1]
     return visible if own in (1, heads) else visible.repeat_interleave(heads // own, dim=1)
 

@@ -90,7 +90,7 @@ def _visible(q_len: int, length: int, tokens: list[int], call: DecodeCall) -> to
 def _alibi(
     call: DecodeCall, b: int, heads: slice, tokens: list[int], length: int, precision: torch.dtype
 ) -> torch.Tensor | None:
-    """What is added to the scores, [1, heads, Sq, n]."""
+    """The terms added to the scores, [1, heads, Sq, n]."""
     slopes = call.alibi_slopes
     if slopes is None:
         return None

@@ -1,4 +1,4 @@
-"""What fp8 values mean: the nearest one to a number, and what stored values stand for, in fp64."""
+"""The oracle of fp8: the nearest value to a number, and the number a stored value represents."""
 
 from dataclasses import replace
 

@@ -9,7 +9,7 @@ with the scores s of `attention.py`. Gradients come from plain autograd.
 
 import torch
 
-from ..calls.attention import AttentionCall, empty_out, lse_dtype
+from ..calls.attention import AttentionCall, empty_out, fill_gradients, lse_dtype
 from ..calls.gated_attention import GatedBackwardCall, GatedCall, KeyGate
 from .attention import _attend, visible_elements
 
@@ -23,7 +23,7 @@ def forward(call: GatedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(call: GatedBackwardCall) -> None:
     """Fill the gradients that are asked for."""
-    call.gradients.fill(gated_attention_backward(call.forward, call.dout, call.dlse))
+    fill_gradients(call.gradients, gated_attention_backward(call.forward, call.dout, call.dlse))
 
 
 def gated_attention(

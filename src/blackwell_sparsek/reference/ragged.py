@@ -98,7 +98,7 @@ def _alibi(
     keys: list[int],
     precision: torch.dtype,
 ) -> torch.Tensor | None:
-    """What is added to the scores, [1, heads, queries, keys]."""
+    """The terms added to the scores, [1, heads, queries, keys]."""
     if call.alibi_slopes is None:
         return None
     slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[b]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..calls.attention import empty_out, lse_dtype
+from ..calls.attention import empty_out, fill_gradients, lse_dtype
 from ..calls.sparse_attention import SparseAttentionCall, SparseAttnSpec, SparseBackwardCall
 from .attention import _visible_products, _visible_sum, band_elements
 
@@ -25,7 +25,7 @@ def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(call: SparseBackwardCall) -> None:
     """Fill the gradients that are asked for."""
-    call.gradients.fill(sparse_attention_backward(call.forward, call.dout, call.dlse))
+    fill_gradients(call.gradients, sparse_attention_backward(call.forward, call.dout, call.dlse))
 
 
 def sparse_attention(
@@ -141,7 +141,7 @@ def _attend(
     parts = weights * torch.exp(scores - peak)
     total = parts.sum(-1, keepdim=True) + torch.exp(sink - peak)
     empty = total == 0
-    # a query without keys has zero gradients, also those of gates that are 0
+    # a query without keys has zero gradients, also of gates that are 0
     total, parts = torch.where(empty, 1.0, total), torch.where(empty, 0.0, parts)
     lse = torch.where(empty, -torch.inf, peak + torch.log(total))
     return _visible_sum(parts / total, v, visible), lse.squeeze(-1)

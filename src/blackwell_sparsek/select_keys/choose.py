@@ -29,7 +29,7 @@ from .tuning import ChooseConfig
 TILE_CLEARED = tl.constexpr(64)
 # Entries of a buffer that are moved, or whose scores are read, at a time.
 TILE_MOVED = tl.constexpr(2048)
-# A sample takes at most one of so many scores.
+# A sample takes at most one in this many scores.
 SPARSEST_SAMPLE = tl.constexpr(4)
 # Scores of a word of marks; words that are marked, and whose entries are collected, at a time.
 WORD = tl.constexpr(32)

@@ -8,27 +8,23 @@ from typing import Any
 
 import torch
 
-from ..calls.select_keys import SelectCall, SelectOptions, SelectProblem
+from ..calls.select_keys import SelectCall, SelectOptions
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_op
 from .tuning import why_not
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-def _everything(problem: SelectProblem) -> str | None:
-    return None
-
-
 select_dispatch: Dispatcher = Dispatcher("select_keys")
 select_dispatch.register(
     "triton", why_not, "blackwell_sparsek.select_keys.triton:forward", auto_passes=interpreted_only
 )
-select_dispatch.register("eager", _everything, "blackwell_sparsek.select_keys.eager:forward")
+select_dispatch.register("eager", every_problem, "blackwell_sparsek.select_keys.eager:forward")
 select_dispatch.register(
     "reference",
-    _everything,
+    every_problem,
     "blackwell_sparsek.reference.select_keys:forward",
     auto_passes=only_asked,
 )

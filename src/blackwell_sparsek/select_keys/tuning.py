@@ -32,7 +32,7 @@ LARGEST_BUFFER = 8192
 SAMPLE = 4096
 # Shared memory, in bytes, of GPUs that hold 256 columns of queries in each of two programs.
 LARGE_SHARED = 200 * 1024
-# A strip of keys has at least so many steps: each program reads its queries first.
+# The fewest steps of a strip of keys, because each program first reads its queries.
 STEPS_OF_STRIP = 16
 # Share of the programs' time, in whole waves, that is enough.
 FULL_WAVES = 0.95

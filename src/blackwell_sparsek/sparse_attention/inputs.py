@@ -1,4 +1,4 @@
-"""Checks of calls of sparse attention, and the call with its defaults."""
+"""Checks of sparse attention calls, and the `SparseAttentionCall` with its defaults."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from ..attention.inputs import (
     DTYPES,
     PACKED,
     autocast_qkv,
+    check_head_groups,
+    check_packed,
     check_qkv,
     check_sinks,
     is_deterministic,
@@ -28,12 +30,11 @@ from ..core.checks import (
     wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
-from ..decode.inputs import PAGED
+from ..decode.inputs import PAGED, check_indices
 from ..masks.band import EVERYTHING, Band, band_of
 from ..masks.key_selection import KeySelection
-from ..masks.packed import check_cu_seqlens, check_same_batch
 
-# Head dims that any implementation takes: those of latent attention, and some more.
+# No implementation takes wider heads; latent attention has 576.
 MAX_HEAD_DIM = 1024
 
 
@@ -58,7 +59,7 @@ def sparse_call(
     cache_seqlens: Any,
     deterministic: Any,
 ) -> SparseAttentionCall:
-    """Check the arguments against each other and fill in the defaults; never waits."""
+    """Check the arguments against each other and fill in the defaults, without a device sync."""
     packed = _check_together(
         op,
         {
@@ -81,7 +82,8 @@ def sparse_call(
     for arg, x in (("q", q), ("k", k), ("v", v)):
         check_derivatives(op, arg, x)
     if packed:
-        max_q, max_k = _check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        max_q, max_k = max_seqlen_q, max_seqlen_k
     for arg, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             got = x.shape[-1]
@@ -120,7 +122,7 @@ def _is_causal(op: str, causal: Any) -> bool:
 
 
 def _check_together(op: str, arguments: dict[str, Any]) -> bool:
-    """Whether these are given: all of them or none."""
+    """Whether these arguments are given; raises unless all or none are."""
     given = [arg for arg, x in arguments.items() if x is not None]
     if given and len(given) < len(arguments):
         names = ", ".join(arguments)
@@ -129,24 +131,10 @@ def _check_together(op: str, arguments: dict[str, Any]) -> bool:
     return bool(given)
 
 
-def _check_packed(
-    op: str, q: torch.Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any
-) -> tuple[int, int]:
-    check_cu_seqlens(op, "cu_seqlens_q", cu_q, device=q.device)
-    check_cu_seqlens(op, "cu_seqlens_k", cu_k, device=q.device)
-    check_same_batch(op, cu_q, cu_k)
-    for arg, value in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise InvalidType(message(op, arg, "is not an int", "int", type(value).__name__))
-        if value < 0:
-            raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))
-    return max_q, max_k
-
-
 def _check_pages(
     op: str, q: Any, k: Any, v: Any, page_table: Any, cache_seqlens: Any
 ) -> tuple[int, int]:
-    """Check pages and their tables; return the queries of a sequence and what its pages hold."""
+    """Check pages and their tables; return the queries and the capacity of a sequence."""
     tensors = {"q": q, "k": k, "v": v}
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
@@ -158,23 +146,13 @@ def _check_pages(
         got = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         expected = "one D of q and k, and k and v alike but for the last dimension"
         raise InvalidInput(message(op, "q/k/v", "do not match", expected, got))
-    heads = k.shape[2]
     if k.shape[1] == 0:
         raise InvalidInput(
             message(op, "k", "has pages without tokens", "page_size >= 1", list(k.shape))
         )
-    if q.shape[1] % heads if heads else q.shape[1]:
-        got = f"{q.shape[1]} query heads not divisible by {heads} kv heads"
-        expected = "a multiple of the heads of k"
-        raise InvalidInput(message(op, "q", "has a wrong number of heads", expected, got))
-    for arg, x, rank in (("page_table", page_table, 2), ("cache_seqlens", cache_seqlens, 1)):
-        check_tensor(op, arg, x)
-        check_dtype(op, arg, x, [torch.int32])
-        if x.dim() != rank or x.shape[0] != q.shape[0]:
-            expected = f"[{q.shape[0]}{', max_pages' if rank == 2 else ''}]"
-            raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(x.shape)))
-        check_last_dim_contiguous(op, arg, x)
-        check_same_device(op, {"q": q, arg: x})
+    check_head_groups(op, q.shape[1], k.shape[2])
+    check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q)
+    check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
     return q.shape[2], page_table.shape[1] * k.shape[1]
 
 
@@ -187,7 +165,7 @@ def _check_selection(
     tokens: int,
     max_k: int,
 ) -> None:
-    """A selection made for these sizes, on the device of q."""
+    """Check that a selection fits these sizes and is on the device of q."""
     if not isinstance(selection, KeySelection):
         got = type(selection).__name__
         expected = "KeySelection (KeySelection.from_indices makes one of indices)"
@@ -216,7 +194,7 @@ def _check_gate(op: str, gate: Any, selection: KeySelection, q: torch.Tensor) ->
 
 
 def refuse_gradients(op: str, *tensors: Any) -> None:
-    """Raise if a gradient through pages is needed: it would be cut silently."""
+    """Raise if a gradient through pages is needed, instead of silently cutting the graph."""
     for arg, x in zip(("q", "k", "v", "sinks", "gate"), tensors, strict=True):
         if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and wants_gradient(x):
             raise Unsupported(

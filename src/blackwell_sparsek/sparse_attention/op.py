@@ -1,8 +1,8 @@
-"""`bsk::sparse_attn_fwd` and `bsk::sparse_attn_bwd`: attention over chosen keys, and gradients.
+"""`bsk::sparse_attn_fwd` and `bsk::sparse_attn_bwd`: attention over selected keys, and gradients.
 
 The operators take flat arguments: `sizes` is [granularity, kv_len, max_q, max_k], `limit` the right
 side of the band that causal leaves, `local` the two sides of the window or empty. `call_of` turns
-them into a `SparseAttentionCall`, and `operator_options` is its inverse.
+them into a `SparseAttentionCall`, and `operator_arguments` is its inverse.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,12 @@ from ..calls.attention import empty_gradients, empty_lse, empty_out
 from ..calls.sparse_attention import (
     SparseAttentionCall,
     SparseAttnGradients,
-    SparseAttnProblem,
     SparseAttnSpec,
     SparseBackwardCall,
 )
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import UNBOUNDED, Band
 from ..masks.key_selection import KeySelection
@@ -28,10 +27,6 @@ from .sm90 import tuning as sm90
 from .triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-def _everything(problem: SparseAttnProblem) -> str | None:
-    return None
 
 
 forward_dispatch: Dispatcher = Dispatcher("sparse_attn_fwd")
@@ -54,11 +49,11 @@ for _dispatch, _name in ((forward_dispatch, "forward"), (backward_dispatch, "bac
         auto_passes=interpreted_only,
     )
     _dispatch.register(
-        "eager", _everything, f"blackwell_sparsek.sparse_attention.eager.{_name}:{_name}"
+        "eager", every_problem, f"blackwell_sparsek.sparse_attention.eager.{_name}:{_name}"
     )
     _dispatch.register(
         "reference",
-        _everything,
+        every_problem,
         f"blackwell_sparsek.reference.sparse_attention:{_name}",
         auto_passes=only_asked,
     )
@@ -124,7 +119,8 @@ def operator_arguments(call: SparseAttentionCall, impl: str) -> Arguments:
         spec.page_table,
         spec.cache_seqlens,
         [chosen.granularity, chosen.kv_len, spec.max_q, spec.max_k],
-        spec.limit.scalars()[1],  # the compiler of torch 2.10 does not trace properties of it
+        # not `limit_right`: torch.compile of 2.10 does not trace properties of a NamedTuple
+        spec.limit.scalars()[1],
         [] if spec.local is None else [*spec.local.scalars()],
         spec.scale,
         spec.softcap,
@@ -164,7 +160,7 @@ def _backward(
     *arguments: Any,
 ) -> Tensors:
     given = Arguments(*arguments)
-    # autograd may pass an expanded gradient, for instance that of a sum
+    # autograd may pass an expanded gradient, for instance the gradient of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     results = _gradients_of(given, needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))
@@ -204,7 +200,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     given = given._replace(ids=ids, counts=counts)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     ctx.save_for_backward(*output, *tensors)
-    # what autograd saved is put back where None stands
+    # None marks the places of saved tensors, which `_gradients` fills in again
     ctx.given = [None if isinstance(x, torch.Tensor) else (x,) for x in given]
     ctx.set_materialize_grads(False)
 

@@ -133,7 +133,7 @@ def _taken(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _check_tokens(op: str, arg: str, x: Any, cache: SparsekCache) -> None:
-    """A tensor that goes with those that the cache holds."""
+    """Check that a tensor matches the tensors of the cache."""
     check_tensor(op, arg, x)
     held = getattr(cache, arg)
     if held is None:

@@ -13,7 +13,7 @@ from ..calls.attention import compute_dtype
 from ..calls.sparsek import PrefixSparsekCall, SparsekCall, SparsekProblem
 from ..core.errors import Unsupported
 from ..core.torch_state import without_autocast
-from ..dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_autograd, define_op
 from . import eager
@@ -30,10 +30,6 @@ def _why_not_triton(problem: SparsekProblem) -> str | None:
     return why_not_portable(problem.arch, problem.dtype)
 
 
-def _everything(problem: SparsekProblem) -> str | None:
-    return None
-
-
 sparsek_dispatch: Dispatcher = Dispatcher("sparsek")
 causal_dispatch: Dispatcher = Dispatcher("sparsek_causal")
 for _dispatch, _name in ((sparsek_dispatch, "forward"), (causal_dispatch, "prefixes")):
@@ -43,10 +39,10 @@ for _dispatch, _name in ((sparsek_dispatch, "forward"), (causal_dispatch, "prefi
         f"blackwell_sparsek.sparsek.triton:{_name}",
         auto_passes=interpreted_only,
     )
-    _dispatch.register("eager", _everything, f"blackwell_sparsek.sparsek.eager:{_name}")
+    _dispatch.register("eager", every_problem, f"blackwell_sparsek.sparsek.eager:{_name}")
     _dispatch.register(
         "reference",
-        _everything,
+        every_problem,
         f"blackwell_sparsek.reference.sparsek:{_name}",
         auto_passes=only_asked,
     )

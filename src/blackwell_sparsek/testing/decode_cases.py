@@ -136,7 +136,6 @@ def draw_decode_case(
     *,
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.float32),
     longest: int = 130,
-    most_queries: int = 16,
 ) -> DecodeCase:
     """A call in which every option is as likely as not, and sizes are awkward."""
     rng = random.Random(seed)
@@ -155,7 +154,7 @@ def draw_decode_case(
         dtype=rng.choice(list(dtypes)),
         heads=(hkv * rng.choice([1, 2, 4, 7]), hkv),
         lengths=lengths,
-        q_len=rng.choice([n for n in (1, 1, 1, 2, 3, 5, 16) if n <= most_queries]),
+        q_len=rng.choice((1, 1, 1, 2, 3, 5, 16)),
         head_dims=(dim, dim if rng.random() < 0.6 else rng.choice([16, 40, 64])),
         capacity=longest + rng.choice([0, 1, 37]),
         band=rng.choice([CAUSAL, CAUSAL, Band(*sides)]),

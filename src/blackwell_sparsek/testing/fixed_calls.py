@@ -29,7 +29,7 @@ from .inputs import block_pattern, normal, qkv
 
 # With options from tables and draws, whose types no checker can know.
 attention: Any = attention_api.attention
-attention_varlen: Any = attention_api.attention_varlen
+attention_packed: Any = attention_api.attention_packed
 attention_decode: Any = decode_api.attention_decode
 kv_append: Any = append_api.kv_append
 page_summaries: Any = selection_api.page_summaries
@@ -171,7 +171,7 @@ def _packed_inputs(device: torch.device, dim: int) -> tuple[list[torch.Tensor], 
 
 def _varlen_call(dim: int, impl: str, device: torch.device) -> Call:
     inputs, options = _packed_inputs(device, dim)
-    return lambda: attention_varlen(*inputs, **options, return_lse=True, impl=impl)
+    return lambda: attention_packed(*inputs, **options, return_lse=True, impl=impl)
 
 
 def _sdpa_call(device: torch.device) -> Call:
@@ -240,7 +240,7 @@ def _varlen_backward(impl: str, device: torch.device) -> Call:
     tensors, offsets = [x.requires_grad_() for x in inputs[:3]], inputs[3:]
 
     def run(*given: torch.Tensor) -> Any:
-        return attention_varlen(*given, *offsets, **options, impl=impl, deterministic=True)
+        return attention_packed(*given, *offsets, **options, impl=impl, deterministic=True)
 
     return lambda: _gradients(run, tensors)
 

@@ -20,7 +20,7 @@ from .naive import Softmax, Window
 
 # With options from tables and draws, whose types no checker can know.
 attention: Any = attention_api.attention
-attention_varlen: Any = attention_api.attention_varlen
+attention_packed: Any = attention_api.attention_packed
 merge_states: Any = merge_api.merge_states
 scaled_dot_product_attention: Any = sdpa_api.scaled_dot_product_attention
 attention_decode: Any = decode_api.attention_decode
@@ -300,7 +300,7 @@ def packed_attention(draw: Draw) -> None:
     }
 
     def call(impl: str) -> tuple[Tensor, Tensor]:
-        out, lse = attention_varlen(
+        out, lse = attention_packed(
             *given, *offsets, **longest, **options, return_lse=True, impl=impl
         )
         return out.transpose(0, 1)[None], lse[None]

@@ -55,15 +55,14 @@ def block_pattern(
     density: float,
     seed: int,
     device: torch.device | str = "cpu",
-    empty_row: bool = True,
 ) -> torch.Tensor:
     """A random bool pattern of blocks [..., rows, cols].
 
-    Rows have different numbers of blocks. Unless `empty_row` is False, row 0 is empty if there is
-    more than one row: the case that block-sparse code forgets.
+    Rows have different numbers of blocks. If there is more than one row, row 0 is empty: the case
+    that block-sparse code forgets.
     """
     keep = torch.rand(shape, generator=_generator(seed)) < density
-    if empty_row and shape[-2] > 1:
+    if shape[-2] > 1:
         keep[..., 0, :] = False
     return keep.to(device)
 

@@ -24,19 +24,15 @@ def nan_like(x: torch.Tensor) -> torch.Tensor:
     return poison_(torch.empty_like(x))
 
 
-def poison_unused_(x: torch.Tensor, lengths: torch.Tensor, dim: int = -2) -> torch.Tensor:
+def poison_unused_(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Poison in place the slots of `x` past each length, e.g. of a KV cache; return `x`.
 
     Parameters
     ----------
-    x : [B, ...], any dtype
-    lengths : int [B], how many slots along `dim` are in use
-    dim : the dimension the slots lie along
+    x : [B, ..., slots, D], any dtype
+    lengths : int [B], how many slots are in use
     """
-    dim %= x.dim()
-    view = [1] * x.dim()
-    view[dim] = x.shape[dim]
-    slot = torch.arange(x.shape[dim], device=x.device).view(view)
+    slot = torch.arange(x.shape[-2], device=x.device)[:, None]
     unused = slot >= lengths.to(x.device).view(-1, *[1] * (x.dim() - 1))
     return x.masked_fill_(unused, poison_(torch.empty((), dtype=x.dtype)).item())
 

@@ -11,7 +11,6 @@ from blackwell_sparsek.testing import inputs
 from blackwell_sparsek.testing.tolerance import assert_lse_within_budget, assert_within_budget
 
 OPTIONS = ("window", "block_mask", "scale", "softcap", "sinks", "deterministic")
-LEAVES = ("q", "k", "v", "u", "tau", "sinks")
 
 
 def problem(

@@ -71,7 +71,7 @@ def test_why_not(changes, reason):
         PACKED_WIDE | {"deterministic": True},
         {"head_dim": 256, "head_dim_v": 256, "mask_block": (64, 64)},
         {"mask_block": (256, 256)},
-        {"mask_block": (64, 64), "element_bits": True},
+        {"mask_block": (64, 64)},
         {"mask_block": (64, 64), "max_q": 333},
         {"deterministic": True},
         {"deterministic": True, "mask_block": (64, 64), "max_q": 333},

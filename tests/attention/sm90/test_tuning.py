@@ -71,7 +71,7 @@ def test_why_not(changes, reason):
         {"varlen": True, "tokens": (1, 1)},
         # far fewer tiles than sequences times tiles of the longest
         {"varlen": True, "tokens": (2**24, 2**24), "batch": 2**16, "max_q": 2**19},
-        {"softcap": True, "sinks": True, "banded": True, "element_bits": True},
+        {"softcap": True, "sinks": True, "banded": True},
     ],
 )
 def test_what_runs(changes):

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blackwell_sparsek.attention.api import attention, attention_varlen
+from blackwell_sparsek.attention.api import attention, attention_packed
 from blackwell_sparsek.attention.op import backward_dispatch
 from blackwell_sparsek.attention.triton import backward as attention_bwd_triton
 from blackwell_sparsek.attention.triton import forward as attention_triton
@@ -315,7 +315,7 @@ def test_packed_sequences():
     q, k, v = leaves((300, 4, 64), (300, 2, 64), (300, 2, 64))
     cu = torch.tensor([0, 100, 100, 101, 300], device="cuda", dtype=torch.int32)
     options = {"max_seqlen_q": 199, "max_seqlen_k": 199, "causal": True}
-    out = attention_varlen(q, k, v, cu, cu, impl="triton", **options)
+    out = attention_packed(q, k, v, cu, cu, impl="triton", **options)
     got = torch.autograd.grad(out.square().sum(), (q, k, v))
     spec = AttnSpec(0.125, Band(None, 0), max_q=199, max_k=199, cu_seqlens_q=cu, cu_seqlens_k=cu)
     # bf16 holds the gradient of the squares exactly

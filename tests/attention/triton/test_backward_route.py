@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from blackwell_sparsek.attention.api import attention, attention_varlen
+from blackwell_sparsek.attention.api import attention, attention_packed
 from blackwell_sparsek.attention.op import attn_bwd, attn_fwd, backward_dispatch
 from blackwell_sparsek.attention.triton import tuning as attention_bwd_triton
 from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec
@@ -67,7 +67,7 @@ def test_what_the_kernels_cannot_run(changes, reason):
         {"dtype": torch.float32},
         {"head_dim": 256, "head_dim_v": 1},
         {"batch": 2**10, "heads_kv": 2**10, "max_k": 2**14, "max_q": 1},
-        {"mask_block": (16, 256), "element_bits": True},
+        {"mask_block": (16, 256)},
         {"varlen": True, "softcap": True, "sinks": True},
     ],
 )
@@ -129,7 +129,7 @@ def test_varlen_agrees_with_eager(device):
     for impl in ("triton", "eager"):
         q = torch.linspace(-2, 2, 20 * 2 * 16, device=device).view(20, 2, 16).sin()
         q.requires_grad_()
-        attention_varlen(q, q, q, cu, cu, impl=impl, **options).square().sum().backward()
+        attention_packed(q, q, q, cu, cu, impl=impl, **options).square().sum().backward()
         found.append(q.grad)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from blackwell_sparsek.attention.api import attention, attention_varlen
+from blackwell_sparsek.attention.api import attention, attention_packed
 from blackwell_sparsek.attention.merge import merge_dispatch, merge_states_op
 from blackwell_sparsek.attention.op import forward_dispatch
 from blackwell_sparsek.attention.triton import tuning as attention_triton
@@ -69,7 +69,7 @@ def test_what_the_kernel_cannot_run(changes, reason):
         {"head_dim": 256, "head_dim_v": 1},
         {"max_k": 2**30 - 1},
         {"arch": Arch("cuda", 80, 108, 166912, False)},
-        {"mask_block": (16, 256), "element_bits": True},
+        {"mask_block": (16, 256)},
         {"varlen": True, "softcap": True, "sinks": True},
     ],
 )
@@ -101,8 +101,8 @@ def test_varlen_agrees_with_eager(device):
     q = torch.randn(20, 2, 16, device=device)
     cu = torch.tensor([0, 5, 5, 20], dtype=torch.int32, device=device)
     options = {"max_seqlen_q": 15, "max_seqlen_k": 15, "causal": True, "return_lse": True}
-    ours = attention_varlen(q, q, q, cu, cu, impl="triton", **options)
-    torch.testing.assert_close(ours, attention_varlen(q, q, q, cu, cu, impl="eager", **options))
+    ours = attention_packed(q, q, q, cu, cu, impl="triton", **options)
+    torch.testing.assert_close(ours, attention_packed(q, q, q, cu, cu, impl="eager", **options))
 
 
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 5, 8)])

@@ -1,4 +1,4 @@
-"""What is added to scores, ALiBi and a bias, for the tiles and blocks of one step."""
+"""ALiBi and bias: the terms added to the scores of the tiles and blocks of one step."""
 
 from typing import NamedTuple
 

@@ -20,6 +20,7 @@ from ...calls.attention import (
     AttnSpec,
     BackwardCall,
     compute_dtype,
+    fill_gradients,
 )
 from ...masks.block_mask import BlockMask
 from .forward import (
@@ -69,7 +70,7 @@ class RowTerms(NamedTuple):
 
 def backward(call: BackwardCall) -> None:
     """Fill the requested gradients."""
-    call.gradients.fill(attention_backward(call))
+    fill_gradients(call.gradients, attention_backward(call))
 
 
 def attention_backward(call: BackwardCall) -> Gradients:

@@ -74,7 +74,7 @@ class Operands(NamedTuple):
     guarded: bool
     """Whether q, k or v may hold NaN or inf, which must reach only the queries that see them."""
     added: AddedScores | None
-    """What is added to scores."""
+    """Terms to add to the scores, None without any."""
 
 
 def operands(
@@ -161,7 +161,7 @@ def added_to_blocks(
     column: torch.Tensor,
     block: tuple[int, int],
 ) -> torch.Tensor | None:
-    """What is added to the scores of `rows` and their key blocks `column` [rows, blocks]."""
+    """The terms added to the scores of `rows` and their key blocks `column` [rows, blocks]."""
     if ops.added is None:
         return None
     bq, bk = block

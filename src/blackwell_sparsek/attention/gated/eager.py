@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...calls.attention import compute_dtype, empty_lse, empty_out
+from ...calls.attention import compute_dtype, empty_lse, empty_out, fill_gradients
 from ...calls.gated_attention import GatedBackwardCall, GatedCall
 from ...masks.algebra import ABSENT, FULL, block_table
 from ...masks.band import kv_range
@@ -238,7 +238,7 @@ def backward(call: GatedBackwardCall) -> None:
     dk.mul_(ops.scores.slope)
     dq.mul_(ops.scores.slope * ops.scores.before)
     computed = (dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsinks, du, dtau)
-    call.gradients.fill(computed)
+    fill_gradients(call.gradients, computed)
 
 
 def _product(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checks of the gate of keys, and the call with its defaults."""
+"""Checks of calls with a `key_gate`, and the `GatedCall` with its defaults."""
 
 from typing import Any
 
@@ -42,9 +42,9 @@ def gated_call(
     deterministic: Any,
     others: dict[str, Any],
 ) -> GatedCall:
-    """Check the arguments against each other and fill in the defaults; never waits.
+    """Check the arguments against each other and fill in the defaults, without a device sync.
 
-    `others` are options of attention that gates do not go with.
+    `others` are options of attention that a call with a gate must leave at None.
     """
     for arg, value in others.items():
         if value is not None:

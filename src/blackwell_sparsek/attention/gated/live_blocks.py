@@ -1,4 +1,4 @@
-"""What the kernels of gated attention are given: live blocks, and where gates lie.
+"""Arguments of the kernels of gated attention: the mask of live blocks, and gate pointers.
 
 Blocks that no query of a tile gives a weight are left out by a block mask, made on the device
 without waiting for it. A mask that the user gives is walked whole.

@@ -20,7 +20,7 @@ from ...calls.attention import (
 from ...calls.gated_attention import GatedBackwardCall, GatedCall, GatedGradients, KeyGate
 from ...core.errors import Unsupported
 from ...core.torch_state import without_autocast
-from ...dispatch.dispatcher import Dispatcher, interpreted_only, only_asked
+from ...dispatch.dispatcher import Dispatcher, every_problem, interpreted_only, only_asked
 from ...dispatch.operators import Operator, define_autograd, define_op
 from ...masks.band import Band
 from ...masks.block_mask import BlockMask
@@ -28,10 +28,6 @@ from ..sm90 import tuning as sm90
 from ..triton import tuning as triton
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-def _everything(problem: AttnProblem) -> str | None:
-    return None
 
 
 def _why_not_sm90(problem: AttnProblem) -> str | None:
@@ -62,10 +58,10 @@ for _dispatch, _name, _why_not in (
         f"blackwell_sparsek.attention.gated.triton:{_name}",
         auto_passes=interpreted_only,
     )
-    _dispatch.register("eager", _everything, f"blackwell_sparsek.attention.gated.eager:{_name}")
+    _dispatch.register("eager", every_problem, f"blackwell_sparsek.attention.gated.eager:{_name}")
     _dispatch.register(
         "reference",
-        _everything,
+        every_problem,
         f"blackwell_sparsek.reference.gated_attention:{_name}",
         auto_passes=only_asked,
     )
@@ -152,7 +148,7 @@ def _backward(
     *arguments: Any,
 ) -> Tensors:
     given = Arguments(*arguments)
-    # autograd may pass an expanded gradient, for instance that of a sum
+    # autograd may pass an expanded gradient, for instance the gradient of a sum
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     results = _gradients_of(given, needs)
     wanted = (x if needed else None for x, needed in zip(results, needs, strict=True))

@@ -7,8 +7,8 @@ groups keep 64 keys each, dk and dv in registers, and compute
 
     s^T = k q^T    dp^T = v dout^T    dv += p^T dout    dk += ds^T q    dq = ds k
 
-so that p^T is already in the registers the product for dv reads it from, and so is ds^T for dk
-where registers are left for it. ds goes through shared memory to the product for dq, which both
+so that p^T is already in the registers from which the product for dv reads it, and so is ds^T for
+dk if there are enough registers. ds goes through shared memory to the product for dq, which both
 warp groups share; writer warps add dq to fp32 sums in memory by TMA, in no fixed order unless
 `ORDERED`. A producer warp finds the query tiles (`backward_producer`) and copies them, with lse in
 base 2 and delta; queries past the end have lse +inf and contribute nothing. The product for dq of a
@@ -22,15 +22,16 @@ is no deadlock. KV tiles start at different query blocks (`_ascends`), so that f
 Under a mask `dq_order` plans ranks, and which program takes which work tiles: a program waits for
 what was planned earlier, wherever that runs, so all programs have to be resident at the same time.
 
-Few KV heads with many query heads each make few and long work tiles. With `SPLIT_HEADS`, several
+A few KV heads with many query heads each make few, long work tiles. With `SPLIT_HEADS`, several
 work tiles share the query heads of a KV tile and add dk and dv to fp32 sums, which a kernel of
-`backward_preprocess` rounds; in ordered accumulation each has sums of its own, added up there.
+`backward_preprocess` rounds; with ordered accumulation each has its own sums, which that kernel
+adds up.
 
 Packed sequences have the same steps: the producer finds the sequence of a KV tile and describes it
 with each step (`backward_shared.StepInfo`), and tensor maps end at the end of a sequence.
 
-Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `backward_preprocess`. Limits:
-those of `forward`; key blocks of masks of 128 or 256; those of 64 go to `backward_split`, and head
+Called as impl "sm90" of `bsk::attn_bwd`, between the kernels of `backward_preprocess`. Limits: as
+in `forward`, and masks with key blocks of 128 or 256. Key blocks of 64 go to `backward_split`, head
 dims above 128 to `backward_wide`.
 """
 
@@ -82,14 +83,14 @@ SUM_COLUMNS = gl.constexpr(config.SUM_COLUMNS)
 
 
 class DsRing(NamedTuple):
-    """ds^T of each warp group, and the barriers that say that all of a step is there."""
+    """ds^T of each warp group, and barriers that tell when the ds^T of a step is complete."""
 
     smem: Any
     ready: Any
 
 
 class Outputs(NamedTuple):
-    """What a consumer writes, and by way of what."""
+    """The results of a consumer, and the shared memory that they pass through."""
 
     dk_desc: Any
     dv_desc: Any
@@ -108,14 +109,14 @@ class OwnKeys(NamedTuple):
     kv_tile: Any
 
 
-# What a warp group does with one tile of queries. Tiles are [keys, queries] here: s^T, p^T, ds^T.
-# `CFG.TILE_M` queries meet a warp group's 64 keys.
+# One tile of `CFG.TILE_M` queries and the 64 keys of a warp group. Tiles are transposed here,
+# [keys, queries]: s^T, p^T, ds^T.
 
 
 @gluon.jit
 def zero_of(step):
-    """0, but not to the compiler, which would keep addresses made of constants in registers
-    throughout, and spill them. They are cheap to compute again."""
+    """0, unknown to the compiler, which would otherwise keep constant addresses in registers all
+    the time and spill them. They are cheap to compute again."""
     return placed(step >> 31)
 
 
@@ -123,7 +124,8 @@ def zero_of(step):
 def start_products(rows, tiles, step, DEPTH: gl.constexpr, CFG: gl.constexpr):
     """Start the product of 64 keys or values with the queries or output gradients of a step.
 
-    DEPTH columns count, those beyond are zero: all, or 96 of 128 by a product of 64 and one of 32.
+    Only the first DEPTH columns can be nonzero: all of them, or 96 of 128, which take a product of
+    64 columns and one of 32.
     """
     tile_m: gl.constexpr = CFG.TILE_M
     layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_M)
@@ -167,7 +169,7 @@ def _visible(shared, step, kv_index, PART: gl.constexpr, CFG: gl.constexpr):
     if two_blocks:
         second_q_row = read_info(steps, step, Q_ROW + 1, 4)
         q_index = gl.where(offs_m < ROWS, q_index, second_q_row - ROWS + offs_m)
-    # bounds of the keys take two registers, those of the queries would take two for each query
+    # bounds per key take two registers in all; bounds per query would take two for each query
     first, last = column_bounds(kv_index, lengths.q, lengths.kv, band.left, band.right)
     last = gl.where(exists(kv_index, lengths.kv), last, -1)
     visible = within_bounds(q_index[None, :], first[:, None], last[:, None])
@@ -198,7 +200,7 @@ def sees_nothing(step, kv_tile, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def hide(p, step, kv_index, shared, PART: gl.constexpr, CFG: gl.constexpr):
-    """p^T without the keys that a query does not see, whatever the exponential gave there."""
+    """p^T with 0 for keys that a query does not see, whatever the exponential is there."""
     return gl.where(_visible(shared, step, kv_index, PART, CFG), p, 0.0)
 
 
@@ -209,8 +211,8 @@ def score_step(
 ):  # fmt: skip
     """p^T and ds^T of a step whose products were started.
 
-    EARLY: registers are left to load lse and delta while the products are under way. PART: which
-    half of the queries this warp group scores, if it shares its keys.
+    EARLY: there are enough registers to load lse and delta while the products are in flight. PART:
+    the half of the queries that this warp group scores, if it shares its keys.
     """
     lse_smem, delta_smem = shared.queries.lse_smem, shared.queries.delta_smem
     stage = step % CFG.STAGES
@@ -233,7 +235,7 @@ def score_step(
 
 @gluon.jit
 def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Where a warp group's ds^T of a step lies, and the barrier that says it is there."""
+    """The shared memory of a warp group's ds^T of a step, and the barrier of that step."""
     stage = step % CFG.DS_STAGES
     tile = ds_ring.smem.index(stage * CFG.CONSUMERS + GROUP)
     return tile, ds_ring.ready.index(stage)
@@ -241,7 +243,7 @@ def ds_place(ds_ring, step, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def hand_over(x, smem, filled):
-    """Store a tile for asynchronous reads from shared memory, and say that it is there."""
+    """Store a tile to shared memory for asynchronous reads, and signal that it is there."""
     smem.store(x)
     fence_async_shared()
     mbarrier.arrive(filled, count=1)
@@ -249,7 +251,7 @@ def hand_over(x, smem, filled):
 
 @gluon.jit
 def start_dq(ds_ring, k_smem, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Start a [64, 64] tile of dq: rows or columns of its own for each warp group."""
+    """Start a [64, 64] tile of dq; each warp group computes its own rows or columns."""
     layout: gl.constexpr = CFG.accumulator_layout(64)
     consumers: gl.constexpr = CFG.CONSUMERS
     dq = gl.zeros([ROWS, 64], gl.float32, layout)
@@ -266,10 +268,10 @@ def start_dq(ds_ring, k_smem, step, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def in_register_order(dq):
-    """A [64, 64] tile of dq with four sums of a thread side by side, and so the threads of a warp.
+    """A [64, 64] tile of dq in the order of registers: thread by thread, four sums at a time.
 
     Stored row by row, rows would conflict in shared-memory banks. The postprocess kernel
-    (`backward_preprocess`) puts rows and columns back.
+    (`backward_preprocess`) restores the order of rows and columns.
     """
     # row: warp, half of its 16 rows, thread; column: eighth, thread, one of two
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
@@ -278,7 +280,7 @@ def in_register_order(dq):
 
 @gluon.jit
 def give_dq(dq, dq_ring, step, GROUP: gl.constexpr):
-    """Hand a tile of dq to the writer, once it has taken the one before."""
+    """Hand a tile of dq to the writer, once it has read the previous one."""
     dq = in_register_order(dq)
     mbarrier.wait(dq_ring.empty.index(GROUP), (step & 1) ^ 1)
     hand_over(dq, dq_ring.tiles.index(GROUP + zero_of(step)), dq_ring.full.index(GROUP))
@@ -286,7 +288,7 @@ def give_dq(dq, dq_ring, step, GROUP: gl.constexpr):
 
 @gluon.jit
 def block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """The semaphore of the query block of a row that a warp group adds; heads have `rows` rows."""
+    """The semaphore of the query block that contains `row`; heads have `rows` rows."""
     first_in_block = row // CFG.BLOCK_Q * (CFG.BLOCK_Q // ROWS)
     tile = batch_head.to(gl.int64) * (rows // ROWS) + first_in_block
     # either warp group may get a block that fills half a tile
@@ -297,7 +299,7 @@ def block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP: gl.constexpr, C
 def write_dq(
     dq_desc, semaphore_ptr, q_len, head_rows, dq_ring, steps, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
-    """Add what a warp group hands over to the sums of dq in memory, by rank where `CFG.ORDERED`."""
+    """Add the tiles of a warp group to the sums of dq in memory; by rank if `CFG.ORDERED`."""
     smem, full, empty = dq_ring
     part: gl.constexpr = GROUP if CFG.dq_by_rows else 0
     step = 0
@@ -312,8 +314,8 @@ def write_dq(
             rank = 1
             if CFG.ORDERED:
                 block_ptr = block_semaphore(semaphore_ptr, batch_head, row, rows, GROUP, CFG)
-                # a part without queries has no rank; a block adds all of its rows, last rows first,
-                # before the next KV tile may
+                # a part without queries has no rank; a KV tile adds all rows of a block, the last
+                # rows first, before the next KV tile may add to it
                 has_rank = (row < rows) if CFG.parts == 2 else True
                 tile_in_block = row % CFG.BLOCK_Q // CFG.TILE_M
                 rank = read_info(steps, step, RANK + part, 1)
@@ -337,7 +339,7 @@ def _step(
     dk, dv, step, masked, keys, outputs, shared,
     FIRST: gl.constexpr, GROUP: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
-    """Scores and gradients of one tile of queries; dq only of the step before."""
+    """Scores, dk and dv of one tile of queries, and dq of the step before."""
     k_smem = keys.k_smem
     k = k_smem.index(GROUP + zero_of(step))
     v = keys.v_smem.index(GROUP + zero_of(step))
@@ -359,7 +361,7 @@ def _step(
     )  # fmt: skip
     ds_tile, ds_bar = ds_place(ds_ring, step, GROUP, CFG)
     if not FIRST:
-        # by then the other warp group is done with the ds that this stage held
+        # then the other warp group has also finished reading the previous ds of this stage
         _, last_bar = ds_place(ds_ring, step - 1, GROUP, CFG)
         mbarrier.wait(last_bar, ((step - 1) // CFG.DS_STAGES) & 1)
     ds = ds.to(dtype)
@@ -372,7 +374,7 @@ def _step(
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
     elif CFG.SPLIT_RING:
-        # dv first, whose end frees the output gradients
+        # dv first, because its end frees the stage of output gradients
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dq_started = start_dq(ds_ring, k_smem, step - 1, GROUP, CFG)
         dk_started = warpgroup_mma(ds_operand, q, dk, is_async=True)
@@ -462,9 +464,9 @@ def _add_sums(desc, x, smem, place, CFG: gl.constexpr):
 
 @gluon.jit
 def _add_gradient(desc, x, smem, head, row, WIDTH: gl.constexpr, CFG: gl.constexpr):
-    """What `_store_gradient` does where other work tiles add to the same gradients, in fp32.
+    """As `_store_gradient`, for gradients that other work tiles add to as well, in fp32.
 
-    Sums lie in memory as those of dq do; `smem` holds 64 columns at a time.
+    Sums lie in memory in the same order as dq; `smem` holds 64 columns at a time.
     """
     place = row // ROWS * (WIDTH // 64) * SUM_ROWS
     if WIDTH == 64:

@@ -68,7 +68,7 @@ def _sequence_of_rows(cu_seqlens_ptr, row, num_sequences, PADDING: tl.constexpr)
 
 @triton.jit
 def _zero_share(ptr, chunks, SIZE: tl.constexpr):
-    """Zero this program's share of so many chunks."""
+    """Zero this program's share of the chunks."""
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         place = tl.cast(chunk, tl.int64) * SIZE + tl.arange(0, SIZE)
         tl.store(ptr + place, tl.zeros([SIZE], tl.float32))

@@ -55,7 +55,7 @@ class HeadVisit(NamedTuple):
     """Blocks of the plan that need mask code."""
     kv_tile: Any
     head: Any
-    """Which of `visit_heads` orders of visits is this head's."""
+    """The number of this head among the `visit_heads` orders of visits."""
     ascending: Any
     """From the first queries to the last."""
 
@@ -82,12 +82,12 @@ class WorkTile(NamedTuple):
     first_row: Any
     """Row of the first query of its sequence, see `Shared`; 0 unless packed."""
     visits: Any
-    """What `heads_of_visits` gives, of all sequences alike, as consumers count them."""
+    """As `heads_of_visits` returns, for all sequences alike, since consumers count visits too."""
     heads: Any
 
 
 class Progress(NamedTuple):
-    """What a producer has done so far."""
+    """The progress of a producer."""
 
     step: Any
     slot: Any
@@ -106,7 +106,7 @@ def _plan_queries(shared, batch, q_head, kv_tile, CFG: gl.constexpr):
     q_lo, q_hi = q_range(kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right)
     all_lo, all_hi = q_range_of_all(kv_start, kv_end, lengths.q, lengths.kv, band.left, band.right)
     if kv_end > lengths.kv:
-        # keys past the end are zeros and would count: hiding them takes mask code for all queries
+        # keys past the end are zeros with nonzero weights: mask code must hide them for all queries
         all_hi = 0
     if mask.lists is None:
         plan = plan_dense(q_lo, q_hi, all_lo, all_hi, block_q)
@@ -119,13 +119,13 @@ def _plan_queries(shared, batch, q_head, kv_tile, CFG: gl.constexpr):
 
 @gluon.jit
 def heads_of_visits(shared, CFG: gl.constexpr):
-    """How many visits a KV tile pays to its group of heads, and to how many of them at a time.
+    """How often a KV tile visits the heads of its group, and how many heads each visit covers.
 
-    Head by head, or all together: query tile by query tile. With ordered accumulation and a band
-    that hides later keys, KV tiles get shorter and shorter: head by head, later ones would catch up
-    with those that add before them. Otherwise head by head: KV tiles in flight are then a query
-    tile or two apart, and with several heads at a time that many times further, more than the L2
-    holds.
+    Either one head per visit, or all heads together, query tile by query tile. With ordered
+    accumulation under a band that hides later keys, each KV tile is shorter than the one before: in
+    visits of one head, later tiles would catch up with tiles that must add first, so heads go
+    together. Otherwise heads go one by one: KV tiles in flight are then a query tile or two apart;
+    with several heads they would be that many times further apart, more than fits in the L2.
     """
     group_size = shared.heads.group_size
     if CFG.ORDERED and shared.mask.lists is None:
@@ -141,7 +141,7 @@ def heads_of_visits(shared, CFG: gl.constexpr):
 
 @gluon.jit
 def _place_in_group(item, heads, CFG: gl.constexpr):
-    """Query tile and head of one of the steps of a visit to so many heads; blocks stay whole."""
+    """Query tile and head of a step of a visit to several heads; blocks stay whole."""
     tiles_of_block: gl.constexpr = CFG.last_in_block + 1
     of_block = item % (heads * tiles_of_block)
     q_tile = item // (heads * tiles_of_block) * tiles_of_block + of_block % tiles_of_block
@@ -150,13 +150,13 @@ def _place_in_group(item, heads, CFG: gl.constexpr):
 
 @gluon.jit
 def _ascends(batch_head, order, kv_tiles, heads_here, shared):
-    """Whether a KV tile without a mask visits queries from the first to the last, when ordered.
+    """Whether a KV tile without a mask visits queries from first to last, if dq is ordered.
 
-    Where a band hides later keys, each KV tile begins at queries of its own: with the last tiles,
-    which are the shortest, first, none meets another. In the last raster group the longest tiles
-    come first instead, so that they do not run alone at the end; those meet at the last queries. So
-    do KV tiles that are many or visit several heads at a time: otherwise they would be too far
-    apart for the L2.
+    Under a band that hides later keys, each KV tile begins at different queries: if the last tiles,
+    which are the shortest, run first, no tile waits for another. Not in the last raster group, in
+    which the longest tiles run first, so that they do not run alone at the end: these begin at the
+    last queries. Nor if KV tiles are many or visit several heads at a time: they would then be too
+    far apart for the L2.
     """
     num_batch_heads = order.num_batch_heads
     group = gl.minimum(order.raster_group, num_batch_heads)
@@ -170,12 +170,11 @@ def _ascends(batch_head, order, kv_tiles, heads_here, shared):
 
 @gluon.jit
 def _part_of_plan(plan, visit, ascending, CFG: gl.constexpr):
-    """What a visit takes of a plan: all, or first the later queries and then the earlier ones, or
-    the other way round.
+    """The part of a plan that a visit covers: all of it, or the later or the earlier queries.
 
-    Tiles with and without mask code have loops of their own. Ordered accumulation takes queries
-    from the last to the first or from the first to the last, so that the edges before and after
-    what needs no mask code are two visits.
+    Tiles with and without mask code run in separate loops. Ordered accumulation takes queries from
+    last to first or from first to last, so the edges before and after the tiles without mask code
+    belong to two visits.
     """
     if CFG.ORDERED:
         later = (visit % 2 == 0) != ascending
@@ -203,7 +202,7 @@ def _rank_without_mask(block, visit, shared, CFG: gl.constexpr):
 
 @gluon.jit
 def _find_part(visit, order, q_tile, part: gl.constexpr, shared, CFG: gl.constexpr):
-    """Where a part of a query tile is; its rank only with ordered accumulation."""
+    """The `Part` of a query tile; its rank only with ordered accumulation."""
     lists, plan, num_masked = visit.lists, visit.plan, visit.num_masked
     tile_m: gl.constexpr = CFG.TILE_M
     block_q: gl.constexpr = CFG.BLOCK_Q
@@ -222,12 +221,12 @@ def _find_part(visit, order, q_tile, part: gl.constexpr, shared, CFG: gl.constex
     else:
         block = plan.full_begin + ordinal
         blocks = num_full_blocks(plan)
-    # a part with no block left is read from past all rows, where nothing counts; not from past the
-    # queries: the innermost coordinate of a copy, which is that of lse, must be at 16 bytes
+    # a part without a block is read from past all padded rows, where it has no effect; not from
+    # past the queries: the innermost coordinate of the copy of lse must be 16-byte aligned
     end = padded_queries(shared.lengths.q)
     visited, listed = lists, block
     if order.visits is not None:
-        # heads that share a list visit its blocks in orders of their own
+        # heads that share a list may visit its blocks in different orders
         visited = MaskLists(
             lists.indptr, lists.partial_end, order.visits, lists.bits_id, lists.bits,
             lists.row_tokens,
@@ -313,7 +312,7 @@ def _fetch_step(
 
 @gluon.jit
 def _fetch_keys(descs, keys, work_tiles, kv_place, kv_tile, CFG: gl.constexpr):
-    """Start the copies of the keys and values of a work tile, once those before are done with."""
+    """Start the copies of the keys and values of a work tile, once the last ones are free."""
     row_tiles: gl.constexpr = CFG.tile_n // ROWS
     d_slices: gl.constexpr = CFG.d_slices
     dv_slices: gl.constexpr = CFG.dv_slices
@@ -362,7 +361,7 @@ def _produce_tile(descs, order, shared, tile, done, CFG: gl.constexpr):
         publish(work, slot, (q_tiles * heads_here, masked_tiles * heads_here))
         slot += 1
         if visit == 0:
-            # planned before, while the consumers still needed the last ones
+            # after planning, during which the consumers may still need the last ones
             _fetch_keys(descs, shared.keys, work_tiles, kv_place, kv_tile, CFG)
         head = visit // CFG.visits_per_head % order.visit_heads
         found = HeadVisit(shared.mask.lists, plan, num_masked, kv_tile, head, ascending)
@@ -376,7 +375,7 @@ def _produce_tile(descs, order, shared, tile, done, CFG: gl.constexpr):
 
 @gluon.jit
 def produce_steps(descs, order, shared, CFG: gl.constexpr):
-    """Take work tiles, publish them and keep the rings full."""
+    """Role of the producer warp: take work tiles, publish them and keep the rings full."""
     # PDL: preprocess writes lse and delta and zeroes the sums. The other warps touch the sums only
     # after the first copies have arrived.
     gdc_wait()
@@ -396,12 +395,12 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
     work_tiles = 0
     work_tile = gl.program_id(0)
     if order.visits is not None:
-        # planned: this program's own tiles, whose bounds come before all tiles
+        # planned: this program's own tiles, whose bounds are at the beginning of the list
         total = gl.load(order_ptr + work_tile + 1)
         work_tile = gl.load(order_ptr + work_tile)
         order_ptr += gl.num_programs(0) + 1
     elif CFG.ORDERED:
-        # one that waits for the sums of earlier work tiles must find them in running programs
+        # earlier work tiles, whose sums a tile waits for, must already run in some program
         work_tile = gl.atomic_add(order.counter, 1, sem="relaxed")
     while work_tile < total:
         ascending = work_tile < 0
@@ -453,9 +452,9 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
             step, slot, work_tiles = _produce_tile(
                 descs, order, shared, tile, Progress(step, slot, work_tiles), CFG
             )
-        # Claimed when the copies of this one are under way, and not before: work tiles of many
-        # heads are long, and one that is claimed behind another leaves the last of them to few
-        # programs. With ordered accumulation, others would wait for a tile that waits itself.
+        # Claim late, when the copies of this tile are in flight: work tiles of many heads are long,
+        # and claiming early would leave the last ones to few programs. With ordered accumulation,
+        # other tiles would wait for one that has not begun.
         if order.visits is not None:
             work_tile += 1
         elif CFG.ORDERED:
@@ -464,6 +463,6 @@ def produce_steps(descs, order, shared, CFG: gl.constexpr):
             work_tile = gl.atomic_add(order.counter, 1, sem="relaxed") + gl.num_programs(0)
         else:
             work_tile += gl.num_programs(0)
-    # no (batch, head): the end, for the writer too
+    # the end, for consumers and the writer
     write_info(shared.steps, step, StepInfo(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
     publish(shared.work, slot, (-1, 0))

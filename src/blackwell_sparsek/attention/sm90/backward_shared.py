@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the roles of the Hopper backward share: records, rings in shared memory, step descriptions.
+"""Shared by the roles of the Hopper backward: records, rings in shared memory, step descriptions.
 
 Used by the kernel that computes all gradients (`backward`) and by the one of dk and dv alone
 (`backward_split`): both keep keys and values in shared memory and walk over tiles of queries.
@@ -48,7 +48,7 @@ class QueryRing(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What producer and consumers both read."""
+    """Shared by producer and consumers."""
 
     mask: Mask
     keys: ResidentKeys
@@ -58,12 +58,12 @@ class Shared(NamedTuple):
     work: WorkChannel
     """Channel from the producer: first a work tile, then the tiles of each visit."""
     lengths: Lengths
-    """Of all sequences, or in the producer of that of a work tile; see `lengths_of_step`."""
+    """Of all sequences; in the producer, of the sequence of a work tile; see `lengths_of_step`."""
     heads: Heads
     band: Band
     cu_seqlens: CuSeqlens
-    """None if sequences are not packed. Each of these begins at a multiple of `PADDING` among lse,
-    delta and the sums of dq of a head, which has `head_rows` of them in all."""
+    """None if sequences are not packed. In lse, delta and the sums of dq, each sequence begins at a
+    multiple of `PADDING` rows; a head has `head_rows` rows in all."""
 
 
 class Descriptors(NamedTuple):
@@ -83,19 +83,19 @@ class WorkPointers(NamedTuple):
     counter: Any
     """Of the work tiles that were claimed."""
     order: Any = None
-    """KV tiles in the order to take them; None takes them in raster order. Where `visits` are
-    planned, it begins with the places of the first tile of each program and of the end."""
+    """KV tiles in the order in which programs take them; None for raster order. If `visits` are
+    planned, it begins with the place of the first tile of each program, and of the end."""
     semaphore: Any = None
     """With `CFG.ORDERED`, how many KV tiles have added to each [64, 64] of dq:
     [batch * heads, rows / 64, 2]."""
     ranks: Any = None
-    """With `CFG.ORDERED` and a mask, how many KV tiles add to dq of each listed block before."""
+    """With `CFG.ORDERED` and a mask, how many KV tiles add to dq of each listed block earlier."""
     visits: Any = None
     """Query blocks in the order in which each of `visit_heads` heads visits them, if planned."""
 
 
 class WorkOrder(NamedTuple):
-    """What the producer finds work tiles by; lists as in `WorkPointers`."""
+    """The lists by which the producer finds work tiles; see `WorkPointers`."""
 
     counter: Any
     order: Any
@@ -103,16 +103,16 @@ class WorkOrder(NamedTuple):
     visits: Any
     visit_heads: Any
     num_batch_heads: Any
-    """Of the keys."""
+    """(batch, KV head) pairs."""
     raster_group: Any
-    """How many of them run together, so that their queries stay in L2."""
+    """(batch, KV head) pairs that run together, so that their queries stay in L2."""
     head_splits: Any
-    """Shares into which the query heads of a KV head are divided. Each counts as a KV head of its
-    own, with the same keys: `num_batch_heads` and the group size are those of shares."""
+    """Shares into which the query heads of a KV head are divided. `num_batch_heads` and the group
+    size count each share as a KV head of its own."""
 
 
 class StepInfo(NamedTuple):
-    """What describes a step. Queries of a tile have two parts, of 64 queries or of a mask block.
+    """The description of a step. Queries of a tile have two parts, of 64 queries or a mask block.
 
     (batch, head) of the queries, -1 for the end; then for each part the first query, the row of the
     bit pool or -1, and its rank: how many KV tiles add to its dq before this one. Of packed
@@ -139,7 +139,7 @@ class SumRow(NamedTuple):
     rows: Any
 
 
-# Where each field of a step lies; that of the second part follows that of the first.
+# The place of each field in a step; the second part of a field follows the first.
 BATCH_HEAD = gl.constexpr(StepInfo._fields.index("batch_head"))
 Q_ROW = gl.constexpr(StepInfo._fields.index("q_row"))
 BITS_ID = gl.constexpr(StepInfo._fields.index("bits_id"))
@@ -148,13 +148,13 @@ FIRST_ROW = gl.constexpr(StepInfo._fields.index("first_row"))
 Q_LEN = gl.constexpr(StepInfo._fields.index("q_len"))
 KV_LEN = gl.constexpr(StepInfo._fields.index("kv_len"))
 PACKED_FIELDS = gl.constexpr(len(StepInfo._fields))
-# without those of packed sequences
+# without the fields of packed sequences
 DENSE_FIELDS = gl.constexpr(StepInfo._fields.index("first_row"))
 
 
 @gluon.jit
 def step_infos(FIELDS: gl.constexpr = DENSE_FIELDS):
-    """Memory for the descriptions of the steps in flight, of so many fields each."""
+    """Shared memory for the descriptions of the steps in flight, FIELDS numbers each."""
     return gl.allocate_shared_memory(
         gl.int32, [DEPTH * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -170,7 +170,7 @@ def read_info(steps, step, field: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def write_info(steps, step, info):
-    """Describe a step; nobody reads any more what described the one `DEPTH` before."""
+    """Describe a step; the description of the step `DEPTH` before is no longer read."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     zero = gl.full([1], 0, gl.int32, lane)
     fields: gl.constexpr = steps.shape[0] // DEPTH
@@ -205,7 +205,7 @@ def sum_row(steps, head_rows, q_len, step, PART: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def place_of_keys(shared, batch_head, kv_heads):
-    """What `tile_at` takes for the keys of a (batch, KV head), to store their gradients."""
+    """The place of the keys of a (batch, KV head) for `tile_at`, to store their gradients."""
     batch = batch_head // kv_heads
     head = batch_head % kv_heads
     if shared.cu_seqlens is not None:

@@ -196,7 +196,7 @@ def _attn_bwd_dkdv_sm90_kernel(
 
 
 class DqShared(NamedTuple):
-    """What the roles of the dq kernel share: a `Ring` for each operand, and the work channel."""
+    """Shared by the roles of the dq kernel: a `Ring` for each operand, and the work channel."""
 
     mask: Mask
     q: Ring
@@ -446,7 +446,7 @@ def _attn_bwd_dq_sm90_kernel(
     mask = Mask(block_lists, mask_batch_step, mask_head_step)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
     shared = DqShared(mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band)
-    # the scheduler warp is that of the forward, of which it takes a part
+    # the scheduler warp of the forward, which reads only these of its arguments
     schedule = Schedule(order_ptr, num_batch_heads, 1, dynamic, 0)
     find = ProducerArgs(None, None, None, counter_ptr, schedule, None)
     found = ForwardShared(mask, None, None, None, work, lengths, heads, band, None)

@@ -120,7 +120,7 @@ class Sums(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a consumer writes."""
+    """The results of a consumer."""
 
     dk_desc: Any
     dv_desc: Any
@@ -425,7 +425,7 @@ def _store_gradient(
 
 @gluon.jit
 def _no_gradients(SLICES: gl.constexpr, WIDTH: gl.constexpr, CFG: gl.constexpr):
-    """Zeros for so many slices of a gradient."""
+    """Zeros for the slices of a gradient."""
     layout: gl.constexpr = CFG.accumulator_layout(WIDTH)
     acc = ()
     for _ in gl.static_range(SLICES):

@@ -45,7 +45,7 @@ from .forward_producer import (
 
 
 class OwnRows(NamedTuple):
-    """What a warp group knows about its 64 queries, and the keys that all queries visit."""
+    """The 64 queries of a warp group, and the keys that all queries of the tile visit."""
 
     shift: Any
     """lse in base 2."""
@@ -291,7 +291,7 @@ def _attn_bwd_wide_dq_sm90_kernel(
     mask = Mask(None, 0, 0)
     lengths, heads, band = Lengths(q_len, kv_len), Heads(q_heads, group_size), Band(left, right)
     shared = DqShared(mask, q_ring, dout_ring, k_ring, v_ring, work, lengths, heads, band)
-    # the scheduler warp is that of the forward, of which it takes a part
+    # the scheduler warp of the forward, which reads only these of its arguments
     schedule = Schedule(None, num_batch_heads, raster_group, dynamic, 0)
     find = ProducerArgs(None, None, None, counter_ptr, schedule, None)
     found = ForwardShared(mask, None, None, None, work, lengths, heads, band, None)

@@ -1,4 +1,4 @@
-"""Configurations of the Hopper attention kernels: tiles, rings, and what follows from them."""
+"""Configurations of the Hopper attention kernels: tiles, rings, and derived sizes."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,15 +64,15 @@ class AttnFwdSm90Config:
     Q_REGISTERS: bool = False
     """Consumers keep their queries in registers."""
     GATED: bool = False
-    """Keys have a gate, whose scores the producer copies with the keys; under masks only."""
+    """Keys have a gate, whose scores the producer copies with the keys; only under a mask."""
     FP8: bool = False
-    """Queries, keys and values are e4m3, and values lie with their keys in columns: WGMMA takes
-    8-bit operands only with the summed dimension contiguous (`forward_fp8`)."""
+    """Queries, keys and values are e4m3, and values are transposed, with the keys of a channel
+    contiguous: WGMMA sums 8-bit operands only along a contiguous dimension (`forward_fp8`)."""
     K_BLOCKS: bool = False
-    """In fp8: keys have a scale for every 128 of them, not one for a head."""
+    """In fp8: one scale for every 128 keys, instead of one for all keys of a head."""
     HALVES: bool = False
-    """In fp8: KV tiles are taken in halves, with the scores of one under way while the weights of
-    the other are computed (`forward_fp8_halves`)."""
+    """In fp8: KV tiles are processed in halves; the scores of one are in flight while the weights
+    of the other are computed (`forward_fp8_halves`)."""
 
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
@@ -119,20 +119,20 @@ class AttnFwdSm90Config:
 
     @property
     def products_ahead(self) -> int:
-        """In fp8: products with slices of values that run at a time, with registers for each.
+        """In fp8: products with slices of values that run at the same time.
 
-        Wide outputs leave none for a second one.
+        Each takes registers, and wide outputs leave none for a second one.
         """
         return self.dv_slices if self.TILE_DV <= 128 else 1
 
     @property
     def score_keys(self) -> int:
-        """Keys whose scores a consumer takes at a time."""
+        """Keys whose scores a consumer computes at a time."""
         return self.TILE_N // 2 if self.HALVES else self.TILE_N
 
     @property
     def v_buffers(self) -> int:
-        """In fp8: buffers that a stage of values has, of so many keys as scores are taken of."""
+        """In fp8: buffers of a stage of values, each with `score_keys` keys."""
         return self.dv_slices * (self.TILE_N // self.score_keys)
 
     @property
@@ -160,17 +160,17 @@ class AttnFwdSm90Config:
         queries = self.tile_m * self.Q_STAGES * self.TILE_D
         keys = self.STAGES * self.TILE_N * (self.TILE_D + self.TILE_DV)
         tiles = self.element_bytes * (queries + keys) + 2 * self.tile_m * self.SLICE_DV
-        # smaller than the others, larger than an array of barriers: the last of them
+        # gate scores come last: they are the smallest allocation except for the barriers
         return tiles + self.gate_bytes
 
     @property
     def gate_stages(self) -> int:
-        """Stages of the gate's scores; see `forward_producer.copy_keys`."""
+        """Stages of gate scores; see `forward_producer.copy_keys`."""
         return 2 * self.STAGES
 
     @property
     def gate_bytes(self) -> int:
-        """Shared memory of the gate's scores."""
+        """Shared memory of the gate scores."""
         return 4 * self.gate_stages * self.TILE_N if self.GATED else 0
 
     @property

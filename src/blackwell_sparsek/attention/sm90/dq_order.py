@@ -26,11 +26,11 @@ from ...masks.order import blocks_in_band, longest_columns_first
 
 
 class Columns(NamedTuple):
-    """What `longest_columns_first` takes besides the mask."""
+    """The arguments of `longest_columns_first` besides the mask."""
 
     batch: int
     heads: int
-    """Of the keys."""
+    """KV heads."""
     group_size: int
     band: Band
     raster_group: int
@@ -309,7 +309,7 @@ def block_ranks(
     kv_tile = kv_tile.clamp(max=max(tiles - 1, 0))
     block = (lists.indices if blocks is None else blocks)[:, None].long()
     seen = exists & (block >= lo[kv_tile]) & (block < hi[kv_tile])
-    # those that nobody waits for stand behind all others
+    # entries that no tile waits for come after all others
     rows = mask.batch * mask.heads * mb
     group = torch.where(seen, mask_row[:, None] * mb + block, rows).flatten()
     if times is None:

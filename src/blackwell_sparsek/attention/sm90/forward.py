@@ -4,21 +4,21 @@
 Persistent programs take work tiles until none is left; a work tile is CONSUMERS x 64 queries of
 one head. Every program has these roles, which `_attn_fwd_sm90_kernel`, at the end, sets up:
 
-- a producer warp (`forward_producer`) finds out which KV tiles a work tile visits, publishes that
+- a producer warp (`forward_producer`) determines which KV tiles a work tile visits, publishes them
   as a `WorkTile`, and keeps rings of K and V tiles full;
 - under a mask, a scheduler warp looks up the rows of the mask ahead of the producer;
 - consumer warp groups (`_consume`) own 64 queries each and read the same KV tiles.
 
-A consumer issues the scores of tile i and the product of tile i - 1 with V together; its softmax of
-tile i runs while the tensor cores work on that product, and then for the other consumers. Tiles
-that need mask code come first.
+A consumer issues the scores of tile i together with the product of the weights and values of tile
+i - 1. Its softmax of tile i runs while the tensor cores work on that product, and then for the
+other consumers. Tiles that need mask code come first.
 
 Tiles of wide heads lie in shared memory as slices of columns (`forward_stages`).
 
-With a bias or ALiBi consumers also need the positions of the keys of every tile. With gates of keys
-(`device.gates`) the producer copies the scores of gates along with the keys. The weight of a gate
-multiplies a weight of the softmax, whose maximum is that of the scores alone, over the keys that
-have a weight.
+With a bias or ALiBi, consumers need the positions of the keys of every tile. With a key gate
+(`device.gates`), the producer copies the gate scores of a tile along with its keys; the weight of
+the gate multiplies the softmax weight, and the running maximum is taken over the raw scores of the
+keys whose gate is not 0.
 
 Called as impl "sm90" of `bsk::attn_fwd`. Shapes are those of the portable forward. Limits: fp16 and
 bf16, D and Dv up to 256, a positive factor of scores, strides and addresses that TMA takes.
@@ -124,14 +124,14 @@ from .forward_stages import (
 )
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Keys of half a tile.
+# Keys in half a tile.
 HALF = gl.constexpr(64)
-# Values that are zeroed at a time.
+# Rows of values that are zeroed at a time.
 DROPPED = gl.constexpr(32)
 
 
 class ConsumerArgs(NamedTuple):
-    """What only the consumers read and write."""
+    """Arguments of the consumers alone."""
 
     out_desc: Any
     lse_ptr: Any
@@ -139,8 +139,9 @@ class ConsumerArgs(NamedTuple):
     sinks_ptr: Any
     score: Any
     out_tiles: Any
-    """A tile of outputs for each consumer."""
+    """Shared memory: a tile of outputs for each consumer."""
     tail: Any
+    """`SplitTail`."""
     slopes: Any
     """`Slopes` of ALiBi, or None."""
     bias: Any
@@ -152,7 +153,7 @@ class ConsumerArgs(NamedTuple):
 
 
 class SplitTail(NamedTuple):
-    """Memory for work tiles that several programs compute parts of."""
+    """Workspace for work tiles that several programs share."""
 
     parts: Any
     counters: Any
@@ -163,9 +164,9 @@ class SplitTail(NamedTuple):
 
 @gluon.jit
 def drop_unseen(queries, stages, kv_tile, place, CFG: gl.constexpr):
-    """Zero the values of the tile in stage `place` that nobody sees, if these may be anything.
+    """Zero the values in stage `place` whose keys no query sees, if they may hold anything.
 
-    Every consumer does so for itself: all of them write the same.
+    Every consumer does this; all of them write the same zeros.
     """
     if queries.seen is not None:
         lo, hi = queries.seen
@@ -174,7 +175,7 @@ def drop_unseen(queries, stages, kv_tile, place, CFG: gl.constexpr):
             stage, phase = place
             await_stage(stages, stage, phase, FULL_V, CFG)
             tile = stages.v.index(stage)
-            # few at a time, since they pass through registers
+            # a few at a time, because they pass through registers
             for i in gl.static_range(CFG.TILE_N // DROPPED):
                 some = tile.slice(i * DROPPED, DROPPED, dim=0)
                 drop_dead_values(some, kv_start + i * DROPPED, None, lo, hi)
@@ -186,7 +187,7 @@ def drop_unseen(queries, stages, kv_tile, place, CFG: gl.constexpr):
 def attend_first_tile(
     queries, stages, kv_tile, step, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
-    """Take in the scores of the first tile; return the state, accumulators and weights."""
+    """Scores and softmax of the first tile; return the state, accumulators and weights."""
     visit, score = queries.visit, queries.score
     m_log2, row_sum = state
     tile_n: gl.constexpr = CFG.TILE_N
@@ -217,7 +218,7 @@ def attend_first_tile(
 
 @gluon.jit
 def attend_last_values(stages, place, acc, p, CFG: gl.constexpr):
-    """Add the product of the last tile, whose weights are `p`; return the accumulators."""
+    """Add the weights `p` of the last tile times its values; return the accumulators."""
     stage, phase = place
     await_stage(stages, stage, phase, FULL_V, CFG)
     v = kv_slices(stages.v, stage, CFG.dv_slices, CFG.TILE_N, 0)
@@ -230,10 +231,12 @@ def attend_last_values(stages, place, acc, p, CFG: gl.constexpr):
 def attend_tile(
     queries, stages, kv_tile, step, state, acc, p, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
-    """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
+    """One step of the main loop: scores and softmax of the next tile, values of this one.
 
-    Maxima are found while the product of the tile before runs, the weights after it: exponentials,
-    sums and conversions then share one stretch of code, and other consumers have the tensor cores.
+    `p` are the weights of the tile at `step`. Returns the next step, state, accumulators, weights.
+    The maxima of the next tile are computed while the product of this one runs, its weights after
+    that: exponentials, sums and conversions then form one stretch of code, during which the tensor
+    cores are left to the other consumers.
     """
     visit, score = queries.visit, queries.score
     m_log2, row_sum = state
@@ -261,7 +264,7 @@ def attend_tile(
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
         s = mask_scores(s, queries, kv_tile, CFG)
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), score.factor, SLACK)
-    # ptxas would sink all of it below the wait, where it overlaps with nothing
+    # ptxas would sink the maxima below the wait, where they overlap with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
     raised = gl.convert_layout(any_raised(m_log2, m_new), o_rows)[:, None]
     products = await_outputs(products)
@@ -276,7 +279,7 @@ def attend_tile(
     return step, m_new, row_sum, acc, p
 
 
-# Tiles at the edges of a band, of which a consumer's queries see half or nothing.
+# Tiles at the edges of a band, of which the queries of a consumer see half or nothing.
 
 
 @gluon.jit
@@ -293,7 +296,7 @@ def attend_half(
     GROUP: gl.constexpr,
     CFG: gl.constexpr,
 ):
-    """Take in HALF keys from START on of the tile at `step`, which begins at `kv_start`."""
+    """Attend to HALF keys of the tile at `step`, from START on; it begins at `kv_start`."""
     s_layout: gl.constexpr = CFG.accumulator_layout(HALF)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     state_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.TILE_N))
@@ -330,7 +333,7 @@ def attend_half(
 
 @gluon.jit
 def _skip_tile(stages, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Free the tile at `step` unread."""
+    """Free the tile at `step` without reading it."""
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_K, CFG)
     ping_pong_wait(GROUP, CFG)
@@ -342,7 +345,7 @@ def _skip_tile(stages, step, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def skip_tiles(stages, count, step, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Free `count` tiles from `step` on."""
+    """Free `count` tiles from `step` on without reading them."""
     for i in range(0, count):
         _skip_tile(stages, step + i, GROUP, CFG)
 
@@ -351,7 +354,7 @@ def skip_tiles(stages, count, step, GROUP: gl.constexpr, CFG: gl.constexpr):
 def skip_unseen(
     stages, plan, masked_tiles, any_last, step, taken, GROUP: gl.constexpr, CFG: gl.constexpr
 ):
-    """Free the first tiles of a work tile, whose keys come after `any_last`; return how many."""
+    """Free the first tiles of a work tile whose keys all lie after `any_last`; return how many."""
     skipped = 0
     while (taken + skipped < masked_tiles) & (any_last < dense_tile(plan, skipped) * CFG.TILE_N):
         _skip_tile(stages, step + skipped, GROUP, CFG)
@@ -359,17 +362,17 @@ def skip_unseen(
     return skipped
 
 
-# The split tail: when the last work tiles are too few for all programs, their KV tiles are one
-# stretch, of which every program has the same share. Slots and counters are those of
-# `device.partials`, one for each consumer; the counters come after the one for work tiles.
+# The split tail: if the last work tiles are too few for all programs, their KV tiles are numbered
+# through, and every program takes an equal share of them. Slots and counters work as in
+# `device.partials`, with one of each per consumer; the counters follow the one for work tiles.
 
 
 @gluon.jit
 def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Leave this program's part of a softmax for the others, or combine all parts.
+    """Store this program's part of a softmax; if it is the last one, combine all parts.
 
-    `part` is the `TailPart` of the work tile. Returns whether this was the last part to come, and
-    state and accumulators, which are of all parts if so.
+    `part` is the `TailPart` of the work tile. Returns whether this part was the last one, and the
+    state and accumulators: combined if it was.
     """
     first_share, last_share = part.first_share, part.last_share
     width: gl.constexpr = CFG.SLICE_DV
@@ -389,11 +392,11 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
         offsets = offs_m[:, None] * width + columns_of(acc[0])[None, :]
         m_log2, row_sum = init_state(offs_m)
         acc = zero_outputs(CFG)
-        # in the order of shares, whichever came last: the bits do not depend on the race
+        # in the order of shares, so that the bits do not depend on which program came last
         for other in range(first_share, last_share + 1):
             slot = part_slot(other, first_share) * consumers + GROUP
             state_at = state_ptr + slot * (2 * ROWS) + offs_m
-            # past the L1, which does not see what other SMs write
+            # bypass the L1, which is not coherent with the writes of other SMs
             m_part = gl.load(state_at, cache_modifier=".cg")
             sum_part = gl.load(state_at + ROWS, cache_modifier=".cg")
             at = tail.parts + slot.to(gl.int64) * (ROWS * CFG.TILE_DV) + offsets
@@ -416,7 +419,7 @@ def combine(tail, part, state, acc, GROUP: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Role of a consumer warp group: attend with 64 queries of each work tile."""
+    """Role of a consumer warp group: compute 64 queries of each work tile."""
     if CFG.PDL:
         gdc_wait()
     score = consume.score
@@ -476,14 +479,14 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         queries = Queries(
             q, visit, masked_tiles, q_index, q_start, bounds, score, None, alibi, bias, gate
         )
-        # KV tiles before `taken` are done with
+        # KV tiles before `taken` are done or skipped
         taken = 0
         if CFG.SPLIT_TAIL:
             taken = tile.part.first_tile
             kv_tiles = tile.part.end_tile
         if CFG.SKIP_ABSENT:  # noqa: SIM102
             if q_start + first_row >= q_len:
-                # none of its queries exists
+                # none of this consumer's queries exist
                 skip_tiles(stages, kv_tiles - taken, step, GROUP, CFG)
                 step += kv_tiles - taken
                 taken = kv_tiles
@@ -494,8 +497,8 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         if CFG.HALF_TILES:
             kv_start = dense_tile(plan, taken) * tile_n
             if (masked_tiles > taken) & (any_last < kv_start + HALF):
-                # The same queries, so written that ptxas cannot know it. That of CUDA 12.8 would
-                # keep their descriptors for after the branch, without them where it is not taken.
+                # The same queries, obscured from ptxas: that of CUDA 12.8 would reuse their
+                # descriptors after the branch, where they are undefined if it was not taken.
                 own = q_stage * CFG.CONSUMERS + GROUP + gl.minimum(q_len, 0)
                 same = query_slices(q_ring, own, CFG)
                 m_log2, row_sum, acc = attend_half(
@@ -504,7 +507,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 )  # fmt: skip
                 step += 1
                 taken += 1
-        # whether half of the last tile is all that is seen of it
+        # whether the queries see only half of the last tile
         halved = False
         if CFG.HALF_TILES:
             left_start = plan.edge_begin * tile_n
@@ -523,7 +526,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                     queries, stages, kv_tile, step, (m_log2, row_sum), acc, p, GROUP, CFG
                 )
             place = ring_place(step, CFG.STAGES)
-            # every score of this work tile is taken: the next queries may come
+            # all scores of this work tile are computed: the next queries may overwrite its own
             mbarrier.arrive(q_ring.empty.index(q_stage), count=1, pred=not halved)
             acc = attend_last_values(stages, place, acc, p, CFG)
             step += 1
@@ -555,7 +558,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
             inverse, lse = finalise(m_log2, row_sum)
             out = scale_slices(acc, gl.convert_layout(inverse, o_rows)[:, None])
             for i in gl.static_range(len(out)):
-                # the copy before, at first that of the last work tile, must have read the buffer
+                # the previous copy, at first of the last work tile, must have read the buffer
                 tma.store_wait(0)
                 out_smem.store(out[i].to(dtype))
                 fence_async_shared()
@@ -619,7 +622,7 @@ def _attn_fwd_sm90_kernel(
     CFG : `AttnFwdSm90Config`
     """
     if CFG.PDL:
-        # the next kernel may start as soon as there is room for it; it waits where it has to
+        # the next kernel may start as soon as there is room; it waits before it reads our results
         gdc_launch_dependents()
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
@@ -635,7 +638,7 @@ def _attn_fwd_sm90_kernel(
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
     dense_fields: gl.constexpr = DENSE_FIELDS if cu_seqlens.q is None else PACKED_FIELDS
     fields: gl.constexpr = SPLIT_FIELDS if CFG.SPLIT_TAIL else dense_fields
-    # the producer takes work tiles too where a scheduler warp publishes them
+    # if a scheduler warp publishes work tiles, the producer takes them too
     takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
     work = work_channel(fields, takers)
     if CFG.SCHEDULER_WARP:
@@ -665,7 +668,7 @@ def _attn_fwd_sm90_kernel(
         cu_seqlens,
     )
 
-    # The first role runs in the warps of the launch. The others have warps of their own: four for a
+    # The first role runs in the warps of the launch. The others get additional warps: four for a
     # consumer, one each for producer and scheduler.
     if CFG.SCHEDULER_WARP and consumers == 1:
         gl.warp_specialize(

@@ -4,15 +4,16 @@
     s[i, j] = scale * (q_descale[i] q[i]) . (k_descale[j] k[j]), softcapped    where i sees j
     out[i]  = v_descale * sum_j exp(s[i, j] - lse[i]) v[j]
 
-The producer side is that of `forward`. What differs for the consumers:
+The producer is the one of `forward`. The consumers differ in four points:
 
-- Scales. 64 queries share one and so does a KV tile, so that they join the factor of the softmax.
+- Scales. The 64 queries of a consumer share a scale, and so do the keys of a KV tile: both become
+  part of the factor of the softmax.
 - Weights are rounded to e4m3, whose smallest number is 2^-9. They are scaled up by 2^8, so that
-  those down to 2^-17 of the largest still count.
+  weights down to 2^-17 of the largest still count.
 - Two-level sums. The tensor cores add fp8 products with fewer bits than fp32 has. The product of
-  each KV tile starts from zero, and is added to the fp32 sums outside of the tensor cores, in the
-  multiply-add that rescales these.
-- Values lie with their keys in columns, [B, Hkv, Dv, Sk] in memory.
+  each KV tile therefore starts from zero and is added to fp32 sums outside the tensor cores, in the
+  multiply-add that rescales them.
+- Values are transposed, [B, Hkv, Dv, Sk] in memory.
 
 Called as impl "sm90" of `bsk::attn_fwd_fp8`. Limits: dense batches, D and Dv up to 256 in steps of
 16, key blocks of masks in steps of 64, outputs in 16 bits, scales and a factor of scores above 0.
@@ -93,7 +94,7 @@ HEADROOM = gl.constexpr(8)
 
 
 class Fp8ConsumerArgs(NamedTuple):
-    """What only the consumers read and write."""
+    """Arguments of the consumers alone."""
 
     out_desc: Any
     lse_ptr: Any
@@ -110,7 +111,7 @@ class Fp8ConsumerArgs(NamedTuple):
 
 @gluon.jit
 def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
-    """Start the product of weights with one slice of the values of a stage, from zero."""
+    """Start the product of weights and one slice of the values of a stage, from zero."""
     layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     width: gl.constexpr = CFG.SLICE_DV
     nothing = gl.zeros([ROWS, width], gl.float32, layout)
@@ -120,7 +121,7 @@ def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def start_products(operand, stages, stage, CFG: gl.constexpr):
-    """Start the products of weights with the first slices of a stage: as many as run at a time."""
+    """Start the products of weights and the first slices of a stage, `CFG.products_ahead`."""
     ahead: gl.constexpr = CFG.products_ahead
     products = ()
     for i in gl.static_range(ahead):
@@ -130,12 +131,12 @@ def start_products(operand, stages, stage, CFG: gl.constexpr):
 
 @gluon.jit
 def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.constexpr):
-    """acc * factor + products for all slices but the last; also return the product of that one."""
+    """acc * factor + products for all slices but the last; also return the last product."""
     slices: gl.constexpr = CFG.dv_slices
     ahead: gl.constexpr = CFG.products_ahead
     total = ()
     for i in gl.static_range(slices - 1):
-        # either all products were started, and those of later slices go on, or this one alone was
+        # either all products were started, and later slices go on, or only this one was
         done = warpgroup_mma_wait(slices - 1 - i if ahead > 1 else 0, deps=(products[i],))
         total = total + (acc[i] * factor + done,)  # noqa: RUF005
         if i + ahead < slices:
@@ -146,14 +147,14 @@ def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.co
 
 @gluon.jit
 def add_last_product(total, acc, factor, product):
-    """`add_first_products` with the last slice."""
+    """Append the sum of the last slice to those of `add_first_products`."""
     done = warpgroup_mma_wait(0, deps=(product,))
     return total + (acc[len(acc) - 1] * factor + done,)  # noqa: RUF005
 
 
 @gluon.jit
 def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
-    """acc * factor + the product of weights with a stage of values."""
+    """acc * factor + the product of weights and a stage of values."""
     operand = weight_operand(p, CFG)
     products = start_products(operand, stages, stage, CFG)
     total, last = add_first_products(operand, stages, stage, acc, factor, products, CFG)
@@ -162,7 +163,7 @@ def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
 
 @gluon.jit
 def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
-    """Take scores into the softmax; returns its state, the weights in e4m3 and the rescaling."""
+    """One softmax step; returns the state, the weights in e4m3 and the factor for older sums."""
     top = row_maxima(s, m_log2)
     m_log2, shift, rescale = raise_maximum(m_log2, top, factor, 0, HEADROOM)
     weights = weights_of(s, factor, shift)
@@ -172,14 +173,15 @@ def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
 
 @gluon.jit
 def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CFG: gl.constexpr):
-    """Take in the tile after the one at `step`, whose weights are `p`; return all of it anew.
+    """One step of the main loop: scores and softmax of the next tile, values of this one.
 
-    `scale` is that of the queries times that of the keys. `factor` [64, 1] rescales `acc` to the
-    maxima that `p` has.
+    `p` are the weights of the tile at `step`, and `factor` [64, 1] rescales `acc` to the maxima of
+    `p`. `scale` is the product of the scales of queries and keys. Returns the next step, state,
+    accumulators, weights and factor.
 
-    Products run while maxima are found, that of the last slice while weights are: a consumer that
-    waited for its products first would leave the tensor cores to the other one alone, which has
-    half as much work for them as it takes to find the weights of a tile.
+    Products run while maxima are computed, and the product of the last slice while weights are. A
+    consumer that waited for its products first would leave the tensor cores to the other consumer,
+    whose products take half as long as computing the weights of a tile.
     """
     visit, score = queries.visit, queries.score
     m_log2, row_sum = state
@@ -203,7 +205,7 @@ def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CF
         s = mask_scores(s, queries, kv_tile, CFG)
     exponents = exponent_factor(score, scale)
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), exponents, 0, HEADROOM)
-    # ptxas would sink all of it below the wait, where it overlaps with nothing
+    # ptxas would sink the maxima below the wait, where they overlap with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
     total, last = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
     weights = weights_of(s, exponents, shift)
@@ -211,8 +213,8 @@ def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CF
     pin_above(row_sum, stages.barriers, CFG.spare_at)
     acc = add_last_product(total, acc, factor, last)
     free_stage(stages, last_stage, EMPTY_V, CFG)
-    # before the wait they would change registers that are operands, for which ptxas makes every
-    # WGMMA wait for the one before
+    # before the wait this would overwrite registers that are operands, and ptxas would make every
+    # WGMMA wait for the previous one
     p = packed_weights(weights, CFG)
     factor = gl.convert_layout(rescale, o_rows)[:, None]
     return step, SoftmaxState(m_new, row_sum), acc, p, factor
@@ -220,9 +222,9 @@ def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CF
 
 @gluon.jit
 def attend_tiles(queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG: gl.constexpr):
-    """Take in all KV tiles of a work tile, at least one; return the step after, state and sums.
+    """Attend to all KV tiles of a work tile, at least one; return the next step, state and sums.
 
-    Arrives at `q_empty` when the queries are read.
+    Arrives at `q_empty` when the queries are no longer needed.
     """
     visit, score = queries.visit, queries.score
     of_queries, k_scales, k_scale_ptr = scales
@@ -247,7 +249,7 @@ def attend_tiles(queries, stages, kv_tiles, step, scales, state, acc, q_empty, C
         step, state, acc, p, factor = attend_tile(
             queries, stages, kv_tile, step, of_tile, state, acc, p, factor, CFG
         )
-    # every score of this work tile is taken: the next queries may come
+    # all scores of this work tile are computed: the next queries may overwrite its own
     mbarrier.arrive(q_empty, count=1)
     stage, phase = ring_place(step, CFG.STAGES)
     await_stage(stages, stage, phase, FULL_V, CFG)
@@ -258,7 +260,7 @@ def attend_tiles(queries, stages, kv_tiles, step, scales, state, acc, q_empty, C
 
 @gluon.jit
 def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Role of a consumer warp group: attend with 64 queries of each work tile."""
+    """Role of a consumer warp group: compute 64 queries of each work tile."""
     q_ring, heads, band = shared.q_ring, shared.heads, shared.band
     q_len, kv_len = shared.lengths
     lists = shared.mask.lists
@@ -340,7 +342,7 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
                 at = at + channels.to(gl.int64) * consume.v_scales.last
                 of_channel = gl.load(at, mask=channels < consume.head_dim_v, other=0.0)
                 result = result * of_channel[None, :]
-            # the copy before, at first that of the last work tile, must have read the buffer
+            # the previous copy, at first of the last work tile, must have read the buffer
             tma.store_wait(0)
             out_smem.store(result.to(out_smem.dtype))
             fence_async_shared()
@@ -417,7 +419,7 @@ def _attn_fwd_fp8_sm90_kernel(
     q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)
-    # the producer takes work tiles too where a scheduler warp publishes them
+    # if a scheduler warp publishes work tiles, the producer takes them too
     takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
     work = work_channel(DENSE_FIELDS, takers)
     if CFG.SCHEDULER_WARP:
@@ -445,7 +447,7 @@ def _attn_fwd_fp8_sm90_kernel(
         CuSeqlens(None, None),
     )
 
-    # The first role runs in the warps of the launch. The others have warps of their own: four for a
+    # The first role runs in the warps of the launch. The others get additional warps: four for a
     # second consumer, one each for producer and scheduler.
     if CFG.SCHEDULER_WARP and consumers == 1:
         gl.warp_specialize(

@@ -1,20 +1,20 @@
 # mypy: ignore-errors
-"""KV tiles of the Hopper forward in fp8 taken in halves, so that weights wait for nothing.
+"""The fp8 forward in halves of KV tiles, so that computing weights never waits for a product.
 
-A consumer has the scores of two halves of 64 keys in registers. While it turns those of one half
-into weights, the tensor cores multiply the weights of the last half with their values and find the
-scores of the next half:
+A consumer has the scores of two halves of 64 keys in registers. While it turns the scores of one
+half into weights, the tensor cores multiply the weights of the previous half with their values and
+compute the scores of the next half:
 
     for each half h:  start the product of h - 1, and the scores of h + 1; weights of h; wait
 
-Both are done long before the weights are, and nothing is under way from one turn of the loop to the
-next: ptxas would make every WGMMA wait for the one before.
+Both products finish long before the weights. Nothing is in flight from one iteration to the next,
+because ptxas would then make every WGMMA wait for the previous one.
 
-Products of PRODUCT_TILES KV tiles are added up by the tensor cores and then join the fp32 sums: 256
-keys at the most, since the tensor cores add with fewer bits. To raise a maximum means to rescale
-both, and so it is kept while no weight exceeds 2**(HEADROOM + SLACK); the weight that it was raised
-to is 2**HEADROOM. Threads compare what they have of a row with that, and exchange nothing while no
-row of the warp exceeds it.
+The tensor cores add up the products of PRODUCT_TILES KV tiles, which then join the fp32 sums: at
+most 256 keys, since the tensor cores add with fewer bits. Raising a maximum means rescaling both,
+so it is kept while no weight exceeds 2**(HEADROOM + SLACK); the key that raised it has the weight
+2**HEADROOM. Threads compare their own part of a row with this limit, and exchange maxima only if
+some row of the warp exceeds it.
 """
 
 from typing import Any, NamedTuple
@@ -60,8 +60,8 @@ from .forward_stages import (
     zero_outputs,
 )
 
-# Weights reach 2**8, and e4m3 ends at 448. The weight that a maximum was raised to is a power of
-# two, and so exact; until it is raised again, none is more than twice as large.
+# Weights reach 2**8, and e4m3 ends at 448. The key that raised a maximum has a power of two as its
+# weight, which is exact; until the maximum is raised again, no weight is more than twice as large.
 HEADROOM = gl.constexpr(7)
 SLACK = gl.constexpr(1)
 # KV tiles whose products the tensor cores add up before these join the sums.
@@ -69,29 +69,29 @@ PRODUCT_TILES = gl.constexpr(2)
 
 
 class TileScales(NamedTuple):
-    """What the scale of a KV tile is made of."""
+    """The factors of the scale of a KV tile."""
 
     of_queries: Any
-    """That of the queries, times that of the keys if these have one for all."""
+    """The scale of the queries; times the scale of the keys, if all keys share one."""
     k_scales: Any
     k_scale_ptr: Any
 
 
 class Turn(NamedTuple):
-    """What a consumer carries from half to half, with nothing of it under way."""
+    """The state of a consumer between two halves, when no product is in flight."""
 
     s: Any
-    """Scores of the half that is next."""
+    """Scores of the next half."""
     words: Any
-    """`packed_weights` of the half before, which have not been multiplied yet."""
+    """`packed_weights` of the previous half, not multiplied with its values yet."""
     products: Any
-    """Products that have not joined the sums."""
+    """Products that have not been added to `acc` yet."""
     acc: Any
     state: Any
 
 
 class Weighed(NamedTuple):
-    """Weights of a half, and what the sums before have to be multiplied by."""
+    """Weights of a half, and the factor for older sums."""
 
     state: Any
     weights: Any
@@ -111,7 +111,7 @@ def start_half(queries, stages, stage, START: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def weigh_half(s, queries, stages, kv_tile, scale, state, START: gl.constexpr, CFG: gl.constexpr):
-    """Take the scores of the keys from START on into the softmax."""
+    """The softmax step of the scores of the keys from START on: a `Weighed`."""
     visit, score = queries.visit, queries.score
     s = cap_scaled(s, score, scale)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
@@ -129,14 +129,14 @@ def weigh_half(s, queries, stages, kv_tile, scale, state, START: gl.constexpr, C
 
 @gluon.jit
 def rescale_sums(sums, weighed):
-    """Sums at the maxima of `weighed`."""
+    """Sums rescaled to the maxima of `weighed`."""
     factor = spread_parts(weighed.rescale, sums)
     return scale_rows(sums, factor, spread_parts(weighed.raised, sums))
 
 
 @gluon.jit
 def start_products(words, stages, stage, products, use_acc, HALF: gl.constexpr, CFG: gl.constexpr):
-    """Start adding the product of weights with their half of the values of a stage."""
+    """Start adding the product of weights and their half of the values of a stage."""
     v = stages.v.index(stage * 2 + HALF).permute((1, 0))
     operand = weight_operand(words, CFG)
     return warpgroup_mma(operand, v, products, use_acc=use_acc, is_async=True)
@@ -144,17 +144,17 @@ def start_products(words, stages, stage, products, use_acc, HALF: gl.constexpr, 
 
 @gluon.jit
 def next_turn(weighed, s, products, acc, CFG: gl.constexpr):
-    """What to carry on with the weights of a half, after the wait for what ran meanwhile."""
+    """The `Turn` after a half was weighed; the products that ran meanwhile are complete."""
     products = rescale_sums(products, weighed)
     acc = rescale_sums(acc, weighed)
-    # before the wait they would change registers that are operands
+    # before the wait this would overwrite registers that are operands
     words = packed_weights(weighed.weights, CFG)
     return Turn(s, words, products, acc, weighed.state)
 
 
 @gluon.jit
 def start_first_products(stages, place, turn, kv_tile, CFG: gl.constexpr):
-    """Start the products of the first half of a tile; return these and the sums."""
+    """Start the products of the first half of a tile; return them and the sums."""
     stage, phase = place
     acc = turn.acc
     joins = kv_tile % PRODUCT_TILES == 0
@@ -167,7 +167,7 @@ def start_first_products(stages, place, turn, kv_tile, CFG: gl.constexpr):
 
 @gluon.jit
 def attend_tile(queries, stages, kv_tile, step, scale, next_scale, turn, CFG: gl.constexpr):
-    """Take in the second half of the tile at `step`, and the first half of the one after it."""
+    """Attend to the second half of the tile at `step` and the first half of the next tile."""
     half: gl.constexpr = CFG.score_keys
     stage, phase = ring_place(step, CFG.STAGES)
     next_stage, next_phase = ring_place(step + 1, CFG.STAGES)
@@ -191,16 +191,17 @@ def attend_tile(queries, stages, kv_tile, step, scale, next_scale, turn, CFG: gl
 
 @gluon.jit
 def attend_halves(queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG: gl.constexpr):
-    """Take in all KV tiles of a work tile, at least one; return the step after, state and sums.
+    """Attend to all KV tiles of a work tile, at least one; return the next step, state and sums.
 
-    `state` has seen no key; `acc` is one slice. Arrives at `q_empty` when the queries are read.
+    `state` is initial; `acc` is one slice. Arrives at `q_empty` when the queries are no longer
+    needed.
     """
     half: gl.constexpr = CFG.score_keys
     of_queries, k_scales, k_scale_ptr = scales
     visit = queries.visit
     scale = tile_scale(of_queries, k_scales, k_scale_ptr, visit, 0, CFG)
     stage, phase = ring_place(step, CFG.STAGES)
-    # the maximum of a row beside each of its sums
+    # every thread keeps a maximum for its part of a row, like its partial sum
     parts = SoftmaxState(state.row_sum - float("inf"), state.row_sum)
     await_stage(stages, stage, phase, FULL_K, CFG)
     s = warpgroup_mma_wait(0, deps=(start_half(queries, stages, stage, 0, CFG),))
@@ -215,7 +216,7 @@ def attend_halves(queries, stages, kv_tiles, step, scales, state, acc, q_empty, 
         if CFG.K_BLOCKS:
             scale = next_scale
         step += 1
-    # every score of this work tile is taken: the next queries may come
+    # all scores of this work tile are computed: the next queries may overwrite its own
     mbarrier.arrive(q_empty, count=1)
     place = ring_place(step, CFG.STAGES)
     products, acc = start_first_products(stages, place, turn, kv_tiles - 1, CFG)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What tiles of the Hopper forward in fp8 share: scales of scores, and weights as operands."""
+"""Shared by both tile loops of the fp8 forward: scales of scores, and weights as operands."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ...device.scores import cap
 from ...launch.descriptors import accumulator_layout
 from .forward_producer import tile_starts
 
-# Of 16-bit operands, where that of the configuration is of operands in fp8.
+# The layout of 16-bit operands; the layout of the configuration is for fp8 operands.
 _wide_layout = gluon.constexpr_function(accumulator_layout)
 # Tokens that share a scale.
 SCALE_TOKENS = gl.constexpr(128)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def schedule_of_call(
     call: "AttentionCall", order: Any, config: AttnFwdSm90Config, sms: int
 ) -> ForwardSchedule | None:
-    """How programs share the work of a call, or None if there is none; `order` as in `Workspace`.
+    """How programs share the work of a call; None if there is no work.
 
-    An order must be None when sequences are packed.
+    `order` is that of `Workspace`, and None for packed sequences.
     """
     q, spec = call.q, call.spec
     packed = spec.cu_seqlens_q is not None
@@ -50,7 +50,7 @@ def plan_attn_fwd_sm90(
 ) -> KernelLaunch:
     """The launch that fills `out` and `lse`; parameters as in `launch.launch_attn_fwd_sm90`.
 
-    Without shared tails nobody looks at the memory for their parts, which may then be `lse`.
+    Without a split tail, `workspace.parts` is not read and can be any fp32 tensor, such as `lse`.
     """
     operands = kernel_operands(call)
     args = (
@@ -91,7 +91,7 @@ def descriptor_of(x: Any, block: tuple[int, int, int, int]) -> Descriptor:
 
 
 def tma_strides(x: Any) -> tuple[int, ...]:
-    """Strides for a descriptor: a dimension of size 1 may carry any, which TMA would refuse."""
+    """Strides for a descriptor; for dimensions of size 1, replaced by ones that TMA accepts."""
     shape, strides = x.shape, x.stride()
     if 1 not in shape:
         return strides

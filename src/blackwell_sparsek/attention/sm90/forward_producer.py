@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The producer side of the Hopper forward: finding work tiles and keeping the rings full.
 
-Records that the roles share come first, then what both sides derive from a `WorkTile`, then the
-lookup of work, the copies, and the roles: `produce_tiles`, or `find_work` with `produce_scheduled`
-where a scheduler warp looks up the rows of a mask.
+In this order: the records that the roles share, what both sides derive from a `WorkTile`, the
+lookup of work, the copies, and the roles. The roles are `produce_tiles` alone, or `find_work` and
+`produce_scheduled` if a scheduler warp looks up the rows of a mask.
 """
 
 from typing import Any, NamedTuple
@@ -46,18 +46,18 @@ ROWS = gl.constexpr(GROUP_ROWS)
 SCAN = gl.constexpr(128)
 # Numbers that describe a work tile: the bounds of its plan, (batch, head) and query tile.
 DENSE_FIELDS = gl.constexpr(8)
-# ... of packed sequences also those of `TileTokens`, with a split tail those of `TailPart`.
+# The same with `TileTokens`, for packed sequences, and with `TailPart`, for a split tail.
 PACKED_FIELDS = gl.constexpr(11)
 SPLIT_FIELDS = gl.constexpr(13)
 
 
 class Workspace(NamedTuple):
-    """Memory of a launch besides its tensors."""
+    """Workspace of a launch."""
 
     counters: Any
     """Self-resetting: one that hands out work tiles, then one for each part of a split tail."""
     order: Any
-    """Rows of the mask in the order to take them, or None."""
+    """Rows of the mask in the order in which programs take them, or None."""
     parts: Any
     """Softmax parts of the split tail, or None."""
 
@@ -66,18 +66,18 @@ class Schedule(NamedTuple):
     """Which work tiles there are and who takes them."""
 
     order: Any
-    """That of `Workspace`."""
+    """As in `Workspace`."""
     num_batch_heads: Any
     raster_group: Any
-    """(batch, head) pairs whose tiles are taken together; the most, for packed sequences."""
+    """(batch, head) pairs whose tiles run together; an upper bound for packed sequences."""
     dynamic: Any
-    """Not 0 where programs claim tiles from the counter instead of taking every n-th."""
+    """Not 0 if programs claim tiles from the counter instead of taking every n-th."""
     tail_share: Any
-    """KV tiles that each program has of the split tail; 0 where it is not split."""
+    """KV tiles of the split tail that each program takes; 0 if the tail is not split."""
 
 
 class ProducerArgs(NamedTuple):
-    """What the producer and the scheduler warp read."""
+    """Arguments of the producer and the scheduler warp."""
 
     q_desc: Any
     k_desc: Any
@@ -89,7 +89,7 @@ class ProducerArgs(NamedTuple):
 
 
 class ForwardShared(NamedTuple):
-    """What all roles of the forward share."""
+    """Shared by all roles of the forward."""
 
     mask: Any
     q_ring: Any
@@ -103,7 +103,7 @@ class ForwardShared(NamedTuple):
 
 
 class TileTokens(NamedTuple):
-    """First query token, queries and keys of the packed sequence of a work tile."""
+    """The packed sequence of a work tile: first query token, number of queries, of keys."""
 
     q_first: Any
     q_len: Any
@@ -111,23 +111,23 @@ class TileTokens(NamedTuple):
 
 
 class TailPart(NamedTuple):
-    """Which KV tiles of a work tile are meant, and which shares of the split tail have the rest."""
+    """The KV tiles of a work tile that one program takes, and the shares that have the others."""
 
     first_tile: Any
     end_tile: Any
     share: Any
     """This program's share of the tail."""
     first_share: Any
-    """First and last share with tiles of this work tile; the same where it is not split."""
+    """First and last share with tiles of this work tile; equal if it is not split."""
     last_share: Any
 
 
 class WorkTile(NamedTuple):
-    """What the producer publishes: the tile_m queries of one head to compute next."""
+    """The next tile_m queries of one head to compute, as the producer publishes them."""
 
     plan: Any
     batch_head: Any
-    """-1 where no work is left."""
+    """-1 when no work is left."""
     q_tile: Any
     tokens: Any
     """`TileTokens`; empty for dense batches, since functions cannot return None."""
@@ -136,7 +136,7 @@ class WorkTile(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A plan with what turns its blocks into positions of keys."""
+    """A plan, with the lists that turn its blocks into positions of keys."""
 
     lists: Any
     plan: Any
@@ -207,10 +207,11 @@ def count_tiles(plan, CFG: gl.constexpr):
 
 @gluon.jit
 def dense_tile(plan, kv_tile):
-    """The KV tile that a work tile without a mask visits as its `kv_tile`-th.
+    """The KV tile that a work tile without a mask visits in place `kv_tile`.
 
-    The right edge of its band comes first, from the right, and the left edge last, from the right
-    too: queries that see little of an edge do without the very first or the very last tile.
+    The right edge of its band comes first, then the inner tiles, then the left edge; both edges run
+    from right to left. A consumer that sees nothing of the outermost tiles can then skip them at
+    the beginning or the end.
     """
     num_right = plan.edge_end - plan.full_end
     after = kv_tile - num_right
@@ -221,11 +222,11 @@ def dense_tile(plan, kv_tile):
 
 @gluon.jit
 def needs_mask(lists, plan, kv_tile, masked_tiles):
-    """Whether a KV tile needs mask code, of `masked_tiles` that do."""
+    """Whether a KV tile needs mask code; under a mask the first `masked_tiles` do."""
     needs = kv_tile < masked_tiles
     if lists is None:
         after = kv_tile - (plan.edge_end - plan.full_end)
-        # one comparison: what is negative is large without its sign
+        # a single unsigned comparison, in which negative numbers are large
         needs = after.to(gl.uint32) >= num_full_blocks(plan).to(gl.uint32)
     return needs
 
@@ -239,7 +240,7 @@ def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
     if schedule.order is None:
         q_tiles = (q_len + CFG.tile_m - 1) // CFG.tile_m
     else:
-        # an order names whole rows of the mask; what they have past the queries is empty
+        # an order lists whole rows of the mask; tiles past the last query are empty
         block_q = mask.lists.row_tokens
         q_tiles = (q_len + block_q - 1) // block_q * (block_q // CFG.tile_m)
     return q_tiles
@@ -247,7 +248,7 @@ def count_q_tiles(mask, schedule, q_len, CFG: gl.constexpr):
 
 @gluon.jit
 def place_tile(mask, schedule, work_index, q_tiles, CFG: gl.constexpr):
-    """(batch, head) and query tile: in raster groups, or as the order of the mask says."""
+    """(batch, head) and query tile of a work tile: by raster group, or by the given order."""
     if schedule.order is None:
         batch_head, q_tile = raster_place(
             work_index, schedule.num_batch_heads, q_tiles, schedule.raster_group
@@ -267,8 +268,8 @@ def place_packed_tile(
 ):
     """Sequence, (batch, head), query tile and the spans of queries and keys of a work tile.
 
-    `sequence` is that of an earlier work tile, and `lengths` the longest ones. A raster group has
-    `most_heads` heads at the most.
+    `sequence` is the sequence of an earlier work tile, and `lengths` the maximum lengths. A raster
+    group has at most `most_heads` heads.
     """
     offs_scan = gl.arange(0, SCAN, gl.BlockedLayout([4], [32], [1], [0]))
     sequence = sequence_of_tile(
@@ -308,7 +309,7 @@ def plan_tile(mask, batch_head, q_tile, q_len, kv_len, heads, band, CFG: gl.cons
 
 @gluon.jit
 def claim_tile(counter_ptr, dynamic, work_index, total):
-    """The next work tile of this program: every so many, or the first that nobody has."""
+    """The next work tile of this program: by a static stride, or claimed from the counter."""
     next_index = work_index + gl.num_programs(0)
     if dynamic != 0:
         next_index = claim(counter_ptr, gl.num_programs(0), total)
@@ -362,14 +363,14 @@ def copy_tile(
 ):
     """Start the copies of one KV tile into a ring, once its stage is free.
 
-    TURNED: keys are the columns of a tile, as values in fp8 have to be. MORE_BYTES arrive at the
-    barrier by copies that the caller starts.
+    TURNED: keys are the columns of a tile, as fp8 WGMMA requires of values. MORE_BYTES is what
+    copies started by the caller add to the same barrier.
     """
     parts: gl.constexpr = CFG.parts
     part_rows: gl.constexpr = CFG.part_rows
     width: gl.constexpr = ring.tiles.shape[2]
     channels: gl.constexpr = ring.tiles.shape[1]
-    # a turned tile lies in buffers of so many keys as a copy has
+    # a turned tile consists of several buffers, each with the keys of one copy
     buffers: gl.constexpr = CFG.TILE_N // ring.tiles.shape[2] if TURNED else 1
     stage = step % CFG.STAGES
     bar = ring.full.index(stage)
@@ -393,10 +394,10 @@ def copy_tile(
 
 @gluon.jit
 def copy_keys(produce, shared, step, starts, place, u, CFG: gl.constexpr):
-    """Start the copies of a tile of keys, and of the gate's scores `u` of them if there are any.
+    """Start the copies of a tile of keys, and of their gate scores `u` if there is a gate.
 
-    The scores have twice as many stages: consumers free the keys of a tile before they have read
-    its scores for the last time, and those of the tile STAGES later only after that.
+    Gate scores have twice as many stages as keys: a consumer frees the keys of a tile before it
+    reads the gate scores of that tile for the last time, but frees no later keys before that.
     """
     bytes_of_gates: gl.constexpr = 4 * CFG.TILE_N if CFG.GATED else 0
     copy_tile(
@@ -410,14 +411,14 @@ def copy_keys(produce, shared, step, starts, place, u, CFG: gl.constexpr):
         tile = shared_address(CFG.tile_bytes - CFG.gate_bytes)
         tile += step % CFG.gate_stages * bytes_of_gates
         for part in gl.static_range(parts):
-            # a tile with no block left begins past the keys, which may be anywhere
+            # a tile without a block begins at the length, which need not be a multiple of 4
             aligned = starts[part] // 4 * 4
             copy_to_shared(tile + part * part_bytes, u + aligned, part_bytes, barrier)
 
 
 @gluon.jit
 def copy_queries(desc, ring, slot, q_tile, place, CFG: gl.constexpr):
-    """Start the copies of the queries of a work tile, once there is room for them."""
+    """Start the copies of the queries of a work tile, once their stage is free."""
     consumers: gl.constexpr = CFG.CONSUMERS
     slices: gl.constexpr = CFG.d_slices
     stage = slot % CFG.Q_STAGES
@@ -444,7 +445,7 @@ def _fetch_tile(
     TURNED: gl.constexpr = False,
 ):
     """Start the copies of one KV tile of a plan into a ring, once its stage is free."""
-    # before the stage is waited for: reading the lists of a mask takes as long
+    # before waiting for the stage, because reading the lists of a mask takes as long
     starts = tile_starts(visit, kv_tile, CFG)
     copy_tile(desc, ring, step, starts, place, SLICES, CFG, TURNED)
 
@@ -473,7 +474,7 @@ def _fetch_tiles(produce, shared, batch_head, plan, kv_span, begin, end, step, C
 def _announce(produce, shared, batch_head, q_tile, q_span, kv_span, part, slot, CFG: gl.constexpr):
     """Publish a work tile and fetch its queries; return its plan.
 
-    `part` is empty, or the `TailPart` that says which of its KV tiles are meant.
+    `part` is empty, or the `TailPart` of this program.
     """
     heads = shared.heads
     place = batch_and_heads(batch_head, heads.q, heads.group_size)
@@ -498,7 +499,7 @@ def _announce(produce, shared, batch_head, q_tile, q_span, kv_span, part, slot, 
 def _feed(
     produce, shared, batch_head, q_tile, q_span, kv_span, part, step, slot, CFG: gl.constexpr
 ):
-    """Feed a work tile, or the `part` of it; return the next step."""
+    """Feed a work tile, or a `part` of it; return the next step."""
     plan = _announce(produce, shared, batch_head, q_tile, q_span, kv_span, part, slot, CFG)
     begin = 0
     _, end = count_tiles(plan, CFG)
@@ -528,7 +529,7 @@ def _feed_claimed(
     )
     _, end = count_tiles(plan, CFG)
     kv_span = Span(0, lengths.kv)
-    # with the ring full of this work tile's KV tiles, the queries of the one before are done with
+    # once this work tile has filled the ring, the queries of the previous one are no longer needed
     full_ring = gl.minimum(end, CFG.STAGES)
     step = _fetch_tiles(produce, shared, batch_head, plan, kv_span, 0, full_ring, step, CFG)
     if next_index < total:
@@ -542,8 +543,8 @@ def _feed_share(
 ):
     """Feed a whole work tile, or a share of the split tail; return the next step and slot.
 
-    The `whole` first work tiles are not split. The KV tiles of the others, `kv_tiles` each, are one
-    stretch of `tail_tiles`, of which every program has an equal share.
+    The first `whole` work tiles are not split. The KV tiles of the others, `kv_tiles` each, are
+    numbered through from 0 to `tail_tiles`, and every program has an equal share of them.
     """
     schedule = produce.schedule
     share = schedule.tail_share
@@ -576,7 +577,7 @@ def _feed_share(
 
 @gluon.jit
 def _publish_end(shared, slot, CFG: gl.constexpr):
-    """Tell the consumers that no work is left: no (batch, head)."""
+    """Tell the consumers that no work is left."""
     tokens = ()
     part = ()
     if shared.cu_seqlens.q is not None:
@@ -590,7 +591,7 @@ def _publish_end(shared, slot, CFG: gl.constexpr):
 def produce_tiles(produce, shared, CFG: gl.constexpr):
     """Role of the producer warp: take work tiles, publish them and keep the rings full."""
     if CFG.PDL:
-        # everything read or written may belong to kernels in front until they have finished
+        # until the previous kernels have finished, they may read or write any memory
         gdc_wait()
     schedule = produce.schedule
     lengths, heads, cu_seqlens = shared.lengths, shared.heads, shared.cu_seqlens
@@ -600,7 +601,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     if CFG.SPLIT_TAIL:
         q_tiles = count_q_tiles(shared.mask, schedule, lengths.q, CFG)
         kv_tiles = (lengths.kv + (CFG.TILE_N - 1)) // CFG.TILE_N
-        # work tiles too few for all programs are one stretch of KV tiles, in equal shares
+        # if the last work tiles are too few for all programs, their KV tiles are shared equally
         left_over = schedule.num_batch_heads * q_tiles % gl.num_programs(0)
         tail_tiles = gl.where(schedule.tail_share > 0, left_over * kv_tiles, 0)
         split = gl.where(schedule.tail_share > 0, left_over, 0)
@@ -617,7 +618,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
         _announce_dense(produce, shared, work_index, q_tiles, slot, CFG)
     while work_index < total:
         if shared.mask.lists is not None or CFG.CLAIM_AHEAD:
-            # looking up a row of a mask takes long, and short rows come last
+            # claim early: looking up a row of a mask takes long, and short rows come last
             next_index = claim_tile(produce.counters, schedule.dynamic, work_index, total)
         if CFG.SPLIT_TAIL:
             step, slot = _feed_share(
@@ -644,21 +645,21 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
                 )
                 slot += 1
         if shared.mask.lists is None and not CFG.CLAIM_AHEAD:
-            # only now, with the last copies of this work tile under way: claim late, so that slow
-            # programs claim fewer tiles
+            # claim late, with the last copies of this work tile in flight, so that slow programs
+            # claim fewer tiles
             next_index = claim_tile(produce.counters, schedule.dynamic, work_index, total)
         work_index = next_index
     _publish_end(shared, slot, CFG)
 
 
-# With a scheduler warp that looks up work tiles ahead of the producer. A row of a mask is claimed,
-# found in the order of rows, then its list, then its bounds: four reads, each of which waits for
-# the one before. That takes longer than the tiles that a producer is ahead.
+# The roles if a scheduler warp looks up work tiles ahead of the producer. Claiming a row of a mask,
+# finding it in the order of rows, reading its list and its bounds are four dependent reads. They
+# take longer than the tiles that a producer runs ahead last.
 
 
 @gluon.jit
 def find_work(produce, shared, begun, CFG: gl.constexpr):
-    """Role of the scheduler warp: publish each work tile when the producer has `begun` the last."""
+    """Role of the scheduler warp: publish a work tile once the producer has `begun` the last."""
     schedule = produce.schedule
     lengths = shared.lengths
     q_tiles = count_q_tiles(shared.mask, schedule, lengths.q, CFG)
@@ -681,7 +682,7 @@ def find_work(produce, shared, begun, CFG: gl.constexpr):
 
 @gluon.jit
 def produce_scheduled(produce, shared, begun, CFG: gl.constexpr):
-    """Role of the producer warp beside a scheduler warp, whose work tiles it takes."""
+    """Role of the producer warp if a scheduler warp publishes the work tiles."""
     v_desc, v_ring = produce.v_desc, shared.v_ring
     lengths, heads, cu_seqlens = shared.lengths, shared.heads, shared.cu_seqlens
     step = 0
@@ -699,7 +700,7 @@ def produce_scheduled(produce, shared, begun, CFG: gl.constexpr):
         if CFG.GATED:
             u = gate_row(produce.gates, batch, q_head).u
         if end_tile > 0:
-            # consumers are done with the keys of a tile before they are with the values before it
+            # consumers free the keys of a tile before the values of the tile before it
             starts = tile_starts(visit, 0, CFG)
             copy_keys(produce, shared, step, starts, kv_place, u, CFG)
             for kv_tile in range(1, end_tile):

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Scores of a KV tile in the Hopper forward: bias, ALiBi, gates of keys, and masks.
 
-`Queries` is what a consumer keeps of a work tile. Scores pass `add_key_terms` and, in tiles that
-need mask code, `mask_scores`; weights of the softmax pass `gated`.
+`Queries` is the state of a consumer for one work tile. Scores pass through `add_key_terms` and, in
+tiles that need mask code, `mask_scores`; softmax weights pass through `gated`.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from .forward_producer import dense_tile, tile_starts
 
 
 class TileBounds(NamedTuple):
-    """Keys that a consumer's queries see: bounds of each row, and what every one of them sees."""
+    """First and last key that each row of a consumer sees, and that every row sees."""
 
     first: Any
     last: Any
@@ -27,10 +27,10 @@ class TileBounds(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What a consumer keeps of a work tile while it goes through the KV tiles."""
+    """The state of a consumer that stays the same for all KV tiles of a work tile."""
 
     q: Any
-    """Slices, in shared memory or as operands from registers."""
+    """Slices, in shared memory or as operands in registers."""
     visit: Any
     masked_tiles: Any
     q_index: Any
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
     bounds: Any
     score: Any
     seen: Any
-    """The keys `[lo, hi)` that some query sees, if the values beside them may be anything; else
+    """The keys `[lo, hi)` that some query sees if other values may hold anything, such as NaN; else
     None."""
     alibi: Any
     """`Alibi`, or None."""
@@ -56,7 +56,7 @@ class Alibi(NamedTuple):
 
 
 class RowBias(NamedTuple):
-    """Where the bias of each query begins, elements from key to key, and a unit of raw scores."""
+    """A pointer to the bias of each query, its stride between keys, and a unit of raw scores."""
 
     rows: Any
     kv_step: Any
@@ -64,12 +64,12 @@ class RowBias(NamedTuple):
 
 
 class TileGate(NamedTuple):
-    """Thresholds of a consumer's queries, and scores of keys."""
+    """Thresholds of a consumer's queries, and the gate scores of keys."""
 
     tau: Any
     highest_tau: Any
     u_tiles: Any
-    """fp32 [stages, keys] in shared memory: scores of the keys of tiles, by their step."""
+    """fp32 [stages, keys] in shared memory: the gate scores of KV tiles."""
 
 
 # What biases, ALiBi and gates add to the scores of a KV tile.
@@ -77,7 +77,7 @@ class TileGate(NamedTuple):
 
 @gluon.jit
 def of_keys(firsts, columns, CFG: gl.constexpr):
-    """Counted up along the keys of a tile, from the first key of each copy that fills it."""
+    """Positions of the keys of a tile, from the first key of each copy that fills it."""
     part_rows: gl.constexpr = CFG.part_rows
     counted = firsts[0] + columns
     for part in gl.static_range(1, len(firsts)):
@@ -90,7 +90,7 @@ def of_keys(firsts, columns, CFG: gl.constexpr):
 def tile_gate(gates, batch, q_head, q_index, q_len, u_tiles):
     """The `TileGate` of the queries `q_index`."""
     row = gate_row(gates, batch, q_head)
-    # queries past the last one must not count as thresholds
+    # queries past the last one must not raise the highest threshold
     tau = load_gate_terms(row.tau, q_index, q_len, -float("inf"))
     highest = gl.max(gl.where(tau == tau, tau, float("inf")), 0)
     return TileGate(tau, highest, u_tiles)
@@ -98,7 +98,7 @@ def tile_gate(gates, batch, q_head, q_index, q_len, u_tiles):
 
 @gluon.jit
 def row_bias(bias, batch, q_head, q_index, q_len, unit):
-    """The `RowBias` of the queries `q_index`; those past the last one read its bias."""
+    """The `RowBias` of the queries `q_index`; rows past the last query read its bias."""
     existing = gl.minimum(q_index, q_len - 1).to(gl.int64)
     rows = bias_of_head(bias, batch, q_head) + existing * bias.q_step
     return RowBias(rows, bias.kv_step, unit)
@@ -106,7 +106,7 @@ def row_bias(bias, batch, q_head, q_index, q_len, unit):
 
 @gluon.jit
 def load_bias(queries, kv_tile, CFG: gl.constexpr):
-    """The bias of the keys of a tile; anything for keys that do not exist."""
+    """The bias of the keys of a tile; arbitrary for keys that do not exist."""
     rows, kv_step, _ = queries.bias
     tile_n: gl.constexpr = CFG.TILE_N
     columns = gl.arange(0, tile_n, gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N)))
@@ -127,19 +127,20 @@ def load_bias(queries, kv_tile, CFG: gl.constexpr):
 
 @gluon.jit
 def gate_tile(queries, step, CFG: gl.constexpr):
-    """The gate's scores of the keys of the tile at `step`, in shared memory."""
+    """The gate scores of the tile at `step`, in shared memory."""
     return queries.gate.u_tiles.index(step % CFG.gate_stages)
 
 
 @gluon.jit
 def gate_margin(queries, step, CFG: gl.constexpr):
-    """By how much the lowest score of a tile is above the highest threshold; None without gates.
+    """The lowest gate score of a tile less the highest threshold; None without gates.
 
-    Every weight is 1 if it is 1 or more. It is -inf or NaN where something is not finite.
+    If it is 1 or more, all weights are 1; if it is above 0, no key is hidden. It is -inf or NaN if
+    a score or a threshold is not finite.
     """
     margin = None
     if queries.gate is not None:
-        # every warp has all keys: minima are found without a barrier
+        # every warp loads all keys, so the minimum needs no barrier
         warps: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
         u = gate_tile(queries, step, CFG).load(gl.SliceLayout(0, warps))
         margin = gl.min(gl.where(u == u, u, -float("inf")), 0) - queries.gate.highest_tau
@@ -148,7 +149,7 @@ def gate_margin(queries, step, CFG: gl.constexpr):
 
 @gluon.jit
 def gate_scores(queries, step, CFG: gl.constexpr):
-    """The gate's scores of the keys of a tile, [1, keys]."""
+    """The gate scores of the tile at `step`, [1, keys]."""
     keys: gl.constexpr = gl.SliceLayout(0, CFG.accumulator_layout(CFG.TILE_N))
     return gate_tile(queries, step, CFG).load(keys)[None, :]
 
@@ -173,9 +174,9 @@ def add_key_terms(s, margin, queries, kv_tile, step, CFG: gl.constexpr):
 
 @gluon.jit
 def gated(weights, margin, queries, step, CFG: gl.constexpr):
-    """Weights of a tile, times those that gates give its keys.
+    """Softmax weights of a tile times the weights of the gate.
 
-    The scores of gates are read again: kept since `add_key_terms`, they would be spilled.
+    Reads the gate scores again: kept in registers since `add_key_terms`, they would be spilled.
     """
     if queries.gate is not None:  # noqa: SIM102
         if not (margin >= 1.0):
@@ -201,9 +202,9 @@ def clipped_difference(u, tau):
 
 @gluon.jit
 def mask_band(s, kv_start, bounds):
-    """Scores of neighbouring keys from `kv_start` on, -inf outside of the band."""
+    """Scores of consecutive keys from `kv_start` on, -inf outside the band."""
     width: gl.constexpr = s.shape[1]
-    # what cuts the queries of other consumers may leave these alone
+    # an edge that other consumers' queries need mask code for may not affect these
     if (kv_start + (width - 1) > bounds.every_last) | (kv_start < bounds.every_first):
         s = keep_bits(s, range_bits(bounds.first - kv_start, bounds.last - kv_start))
     return s
@@ -216,9 +217,9 @@ def visible_bits(
 ):  # fmt: skip
     """Which keys of a tile of mask blocks each query sees, as `keep_bits` takes them.
 
-    Of KEYS of these, by default all, from START on. A word of a partial block has the bits of 32
-    keys of a query. Threads load the words of their two rows; a word for each score would take as
-    many registers as the scores have.
+    For KEYS of these keys, by default all, from START on. A word of a partial block holds the bits
+    of 32 keys of a query. A thread loads the words of its two rows; one word per score would take
+    as many registers as the scores.
     """
     lists = visit.lists
     tile_n: gl.constexpr = CFG.TILE_N
@@ -252,7 +253,7 @@ def visible_bits(
 
 @gluon.jit
 def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0):
-    """Scores of the keys of a masked tile from START on, -inf where a query does not see one."""
+    """Scores of a masked tile, for keys from START on; -inf where a query does not see the key."""
     visit, bounds = queries.visit, queries.bounds
     if visit.lists is None:
         s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)

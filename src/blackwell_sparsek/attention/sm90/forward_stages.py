@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Stages of K and V as consumers of the Hopper forward use them: barriers, and products of slices.
 
-A tile whose head dim is no power of two, or above 128, lies in shared memory as slices of columns:
-scores are summed over the slices of q and k, and every slice of the values has an accumulator.
+If a head dim is not a power of two or is above 128, a tile lies in shared memory as slices of
+columns: scores are summed over the slices of q and k, and each slice of v has its own accumulator.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from ...launch.descriptors import GROUP_ROWS
 
 ROWS = gl.constexpr(GROUP_ROWS)
-# Weights grow to 2**SLACK before the sums of a row are scaled, which then seldom happens. They keep
-# their precision, and fp16 holds them.
+# Weights may grow to 2**SLACK before sums and accumulators are rescaled, which therefore seldom
+# happens. Floating point keeps their precision, and fp16 can hold them.
 SLACK = gl.constexpr(8)
-# Arrays of barriers of the rings, in the order in which they lie behind the tiles.
+# The arrays of barriers of the rings, in the order in which they follow the tiles in memory.
 FULL_K = gl.constexpr(0)
 EMPTY_K = gl.constexpr(1)
 FULL_V = gl.constexpr(2)
@@ -34,9 +34,9 @@ class KvStages(NamedTuple):
     barriers: Any
 
 
-# Barriers. Gluon's are those of a whole warp group, which stops twice a tile for them. Here each
-# warp waits and arrives for itself, at barriers that lie behind the tiles with `barrier_room` for
-# each array (`tests/attention/sm90/test_barriers.py` holds that).
+# Barriers. Gluon synchronizes the whole warp group at each wait and arrival, twice per tile. Here
+# each warp waits and arrives for itself. The barriers lie behind the tiles, each array in
+# `barrier_room` words; `tests/attention/sm90/test_barriers.py` checks that.
 
 
 @gluon.constexpr_function
@@ -65,7 +65,7 @@ def free_stage(stages, stage, ARRAY: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def await_stage(stages, stage, phase, ARRAY: gl.constexpr, CFG: gl.constexpr):
-    """Wait for the copies into a stage, each warp for itself."""
+    """Wait for the copies into a stage; each warp waits for itself."""
     asm: gl.constexpr = _waiting(CFG.barrier_at(ARRAY))
     address = stages.barriers + stage * 8
     gl.inline_asm_elementwise(asm, "=r,r,r,~{memory}", [address, phase], gl.int32, False, 1)
@@ -78,7 +78,7 @@ def _named_barrier(what, group):
 
 @gluon.jit
 def ping_pong_wait(GROUP: gl.constexpr, CFG: gl.constexpr):
-    """Wait until the consumer before has issued its products."""
+    """Wait until the previous consumer has issued its products."""
     if CFG.PING_PONG:
         asm: gl.constexpr = _named_barrier("sync", GROUP)
         gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
@@ -92,7 +92,7 @@ def ping_pong_pass(GROUP: gl.constexpr, CFG: gl.constexpr):
         gl.inline_asm_elementwise(asm, "=r,r,~{memory}", [0], gl.int32, False, 1)
 
 
-# Products with slices. Each is a group of its own to `warpgroup_mma_wait`.
+# Products of slices. `warpgroup_mma_wait` counts each as a group of its own.
 
 
 @gluon.jit
@@ -107,7 +107,7 @@ def query_slices(q_ring, tile, CFG: gl.constexpr):
 
 @gluon.jit
 def kv_slices(tiles, stage, SLICES: gl.constexpr, KEYS: gl.constexpr, START: gl.constexpr):
-    """The slices of a stage of keys or values; of KEYS of these, from START on."""
+    """The slices of a stage of keys or values; only KEYS rows of them, from START on."""
     rows: gl.constexpr = tiles.shape[1]
     slices = ()
     for i in gl.static_range(SLICES):
@@ -120,7 +120,7 @@ def kv_slices(tiles, stage, SLICES: gl.constexpr, KEYS: gl.constexpr, START: gl.
 
 @gluon.jit
 def start_scores(q, k, nothing):
-    """Start the scores of the keys `k`; `nothing` is what they are added to, and not read."""
+    """Start the scores of the keys `k`; `nothing` has their shape and is not read."""
     scores = nothing
     for i in gl.static_range(len(q)):
         scores = warpgroup_mma(q[i], k[i].permute((1, 0)), scores, use_acc=i > 0, is_async=True)
@@ -129,7 +129,7 @@ def start_scores(q, k, nothing):
 
 @gluon.jit
 def start_outputs(p, v, acc):
-    """Start adding the products of weights with the values `v` to `acc`."""
+    """Start adding the product of the weights `p` and the values `v` to `acc`."""
     products = ()
     for i in gl.static_range(len(v)):
         products = products + (warpgroup_mma(p, v[i], acc[i], is_async=True),)  # noqa: RUF005
@@ -138,7 +138,7 @@ def start_outputs(p, v, acc):
 
 @gluon.jit
 def await_outputs(products):
-    """The accumulators, once all products have ended."""
+    """The accumulators, once all products have completed."""
     acc = warpgroup_mma_wait(0, deps=products)
     if len(products) == 1:
         acc = (acc,)

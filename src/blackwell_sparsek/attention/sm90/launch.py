@@ -93,12 +93,12 @@ def launch_attn_fwd_sm90(
         strides and addresses that TMA takes
     out : [B, Hq, Sq, Dv], lse : fp32 [B, Hq, Sq] contiguous; all of both is written. Packed:
         [Tq, Hq, Dv] and [Hq, Tq], of which the tokens of sequences are written
-    order : int32 [B * Hq * rows], the rows of the block mask in the order to take them, as
-        `masks.order.longest_first` makes it; None goes through the queries in raster groups, and
-        it must be None when sequences are packed
-    raster_group : (batch, head) pairs whose work tiles run together; packed sequences, taken one
-        after the other, find theirs from their own lengths, up to this
-    config : tiles; no half tiles with slopes, a bias or gates
+    order : int32 [B * Hq * rows], the rows of the block mask in the order in which programs take
+        them, from `masks.order.longest_first`; None takes the queries in raster groups. Must be
+        None for packed sequences
+    raster_group : (batch, head) pairs whose work tiles run together; with packed sequences, an
+        upper bound: each sequence has its own, which follows from its length
+    config : tiles; without half tiles if there are slopes, a bias or gates
     gates : scores of keys and thresholds of queries, of dense batches only
     """
     device = call.q.device
@@ -109,7 +109,7 @@ def launch_attn_fwd_sm90(
         return
     parts = None
     if config.SPLIT_TAIL:
-        # where nothing is shared nobody looks at it
+        # any pointer will do if the tail is not split: it is not read
         parts = lse
         if schedule.tail_share > 0:
             parts = scratch(schedule.parts_shape(config), torch.float32, device)
@@ -120,9 +120,9 @@ def launch_attn_fwd_sm90(
 
 
 def backward(call: BackwardCall) -> None:
-    """Fill the gradients that are asked for, by one kernel or by two (`attn_bwd_sm90_is_split`).
+    """Fill the gradients that are needed, with one kernel or two (see `attn_bwd_sm90_is_split`).
 
-    dk and dv come together: where only one was asked for, scratch memory takes the other.
+    dk and dv are computed together: if only one is needed, the other goes to scratch memory.
     """
     # the gradient of an expanded or sliced output may be laid out in ways that TMA cannot read
     dout = call.dout if tma_takes(call.dout) else call.dout.contiguous()
@@ -149,14 +149,14 @@ def backward(call: BackwardCall) -> None:
         if offsets is None:
             delta = delta[..., : call.lse.shape[-1]].contiguous()
         else:
-            # that of packed sequences has gaps between them
+            # the delta of packed sequences has gaps between sequences
             delta = scratch(call.lse.shape, torch.float32, dout.device)
             launch_attn_delta(delta, dout, call.out, call.dlse, call.lse)
         launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, offsets)
 
 
 def _order_of_dq(call: BackwardCall, config: AttnBwdSm90Config, raster_group: int) -> DqOrder:
-    """In which order KV tiles run and add to dq; without a mask, raster order."""
+    """The order in which KV tiles run and add to dq; raster order without a mask."""
     given, mask = call.forward, call.forward.spec.block_mask
     if mask is None:
         return DqOrder(None, None, None)
@@ -169,9 +169,9 @@ def _order_of_dq(call: BackwardCall, config: AttnBwdSm90Config, raster_group: in
 
 
 def _backward_split(call: BackwardCall) -> torch.Tensor:
-    """Gradients by two kernels, one for dk and dv and one for dq; wide heads have no mask here.
+    """Fill the gradients with two kernels, one for dk and dv and one for dq; deterministic.
 
-    The same bits in every run. Returns delta, fp32 [B, Hq, padded Sq].
+    Wide heads must have no mask. Returns delta, fp32 [B, Hq, padded Sq].
     """
     given, problem, wanted = call.forward, call.problem, call.gradients
     q, k, band, mask = given.q, given.k, given.spec.band, given.spec.block_mask
@@ -212,19 +212,19 @@ def launch_attn_bwd_sm90(
 
     Parameters
     ----------
-    call : at least one query and key; dout, q, k and v as TMA takes them, lse contiguous. All of
-        dq, dk and dv is written, packed the tokens of sequences. Without dq only the sums are
-        formed. Packed: no mask, no `head_splits`
-    order : int32 [B * Hkv * tiles], tiles of keys in the order to take them, or None, which
-        takes them in raster order. With `visits` int32 [SMs + 1 + B * Hkv * tiles], as
-        `dq_order.program_tiles` makes it
-    ranks : int32, under a mask and with `config.ORDERED`: when each KV tile adds to dq of each
-        query block, as `dq_order.block_ranks` makes them for `order`
-    visits : int32 [nnz or more, 1 or heads of a group], first the query blocks of the transposed
-        lists in the order that ranks are for, as `dq_order_kernel.plan_visits` makes them, or None,
-        which leaves them as they are
-    raster_group : how many (batch, KV head) run together, their queries in L2; with `head_splits`,
-        how many shares of them
+    call : at least one query and key; dout, q, k and v with strides and addresses that TMA takes,
+        lse contiguous. dq, dk and dv are written completely; packed, the tokens of sequences.
+        Without dq only the sums are formed. Packed: no mask, no `head_splits`
+    order : int32 [B * Hkv * tiles], tiles of keys in the order in which programs take them; None
+        for raster order. With `visits`, int32 [SMs + 1 + B * Hkv * tiles] from
+        `dq_order.program_tiles`
+    ranks : int32 from `dq_order.block_ranks` for `order`: when each KV tile adds to dq of each
+        query block. Only under a mask and with `config.ORDERED`
+    visits : int32 [nnz or more, 1 or heads of a group] from `dq_order_kernel.plan_visits`: begins
+        with the query blocks of the transposed lists, in the order that the ranks are for. None
+        leaves the lists in their order
+    raster_group : (batch, KV head) pairs that run together, so that their queries stay in L2; with
+        `head_splits`, shares of pairs
     config : tiles
     head_splits : work tiles that share the query heads of a KV tile, with `config.SPLIT_HEADS`
     """
@@ -260,12 +260,12 @@ def launch_attn_bwd_sm90(
         schedule = BackwardSchedule(sms, counted=False)
     early = not planned
     with on_device_of(q):
-        # PDL: kernels start before the one in front has ended. The counter is zeroed before all
-        # launches: a memset between two of them would keep the second from starting early.
+        # PDL: a kernel starts before the previous one has ended. The counter is zeroed before all
+        # launches, because a memset between two of them would keep the second from starting early.
         counter = scratch((1,), torch.int32, q.device, zero=schedule.counted)
         launch_attn_bwd_preprocess(
             *(lse_log2, delta, sums, semaphores, call.out, dout, lse, call.dlse),
-            # ordered, they are stored and not added to
+            # ordered sums are stored, not added to, so they need no zeros
             None if config.ORDERED else key_sums,
             spec.cu_seqlens_q,
             pdl=early,
@@ -309,7 +309,7 @@ def launch_attn_bwd_sm90(
         )
         options: dict[str, Any] = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS}
         options |= hopper_options()
-        # planned programs wait for each other: all of them have to be resident
+        # planned programs wait for each other, so all of them must be resident
         options["launch_cooperative_grid"] = planned
         options["launch_pdl"] = early
         launch(kernel, schedule.programs, args, **options)
@@ -342,7 +342,7 @@ class RowTerms(NamedTuple):
 
 
 def launch_attn_bwd_terms(call: BackwardCall) -> RowTerms:
-    """What both kernels read about each query."""
+    """Compute lse in base 2 and delta, which both kernels read for each query."""
     lse = call.lse
     batch_heads = lse.shape[0] * lse.shape[1]
     padded = padded_rows(lse.shape[2])
@@ -359,10 +359,11 @@ def launch_attn_bwd_dkdv_sm90(
 
     Parameters
     ----------
-    call : with a mask; dout, q, k and v as TMA takes them; all of dk and dv is written
-    terms : what `launch_attn_bwd_terms` gave
-    order : int32 [B * Hkv * tiles], tiles of 64 keys in the order to take them, as
-        `masks.order.longest_columns_first` makes it
+    call : with a mask; dout, q, k and v with strides and addresses that TMA takes; dk and dv are
+        written completely
+    terms : from `launch_attn_bwd_terms`
+    order : int32 [B * Hkv * tiles], tiles of 64 keys in the order in which programs take them, from
+        `masks.order.longest_columns_first`
     """
     q, k, spec = call.forward.q, call.forward.k, call.forward.spec
     dk, dv = call.gradients.dk, call.gradients.dv
@@ -395,7 +396,7 @@ def launch_attn_bwd_dkdv_sm90(
 def launch_attn_bwd_dq_sm90(
     call: BackwardCall, terms: RowTerms, order: torch.Tensor, config: AttnBwdDqSm90Config
 ) -> None:
-    """Fill dq; arguments are as above, `order` as `masks.order.longest_first` makes it."""
+    """Fill dq; arguments as above, with an `order` from `masks.order.longest_first`."""
     q, dq, spec = call.forward.q, call.gradients.dq, call.forward.spec
     assert dq is not None
     operands = kernel_operands(call.forward)
@@ -425,9 +426,9 @@ def launch_attn_bwd_dq_sm90(
 def launch_attn_bwd_wide_dkdv_sm90(
     call: BackwardCall, terms: RowTerms, raster_group: int, config: AttnBwdSm90Config
 ) -> None:
-    """Fill dk and dv of wide heads without a mask; arguments are as above.
+    """Fill dk and dv of wide heads without a mask; arguments as above.
 
-    `raster_group` is how many (batch, KV head) run together.
+    `raster_group` is the number of (batch, KV head) pairs that run together.
     """
     q, k, spec = call.forward.q, call.forward.k, call.forward.spec
     dk, dv = call.gradients.dk, call.gradients.dv
@@ -462,7 +463,7 @@ def launch_attn_bwd_wide_dkdv_sm90(
 def launch_attn_bwd_wide_dq_sm90(
     call: BackwardCall, terms: RowTerms, raster_group: int, config: AttnBwdDqSm90Config
 ) -> None:
-    """Fill dq of wide heads without a mask; `raster_group` (batch, head) run together."""
+    """Fill dq of wide heads without a mask; `raster_group` (batch, head) pairs run together."""
     q, dq, spec = call.forward.q, call.gradients.dq, call.forward.spec
     assert dq is not None
     operands = kernel_operands(call.forward)
@@ -492,7 +493,7 @@ def _options(config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> dict[str, Any]:
 
 
 def _inputs(call: BackwardCall, config: AttnBwdSm90Config | AttnBwdDqSm90Config) -> tuple[Any, ...]:
-    """Descriptors of what both kernels read."""
+    """Descriptors of dout, q, k and v, which both kernels read."""
     tensors = (call.dout, call.forward.q, call.forward.k, call.forward.v)
     blocks = (config.dout_block(), config.q_block(), config.k_block(), config.v_block())
     return tuple(map(descriptor_of, tensors, blocks))

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels made again with other lengths."""
+"""Replays of Hopper attention launches with other lengths (see `attention.resize`)."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -36,10 +36,10 @@ from .tuning import (
     tiling_of,
 )
 
-# Plans that a family of calls keeps at most.
+# The most plans that a family of calls keeps.
 MAX_PLANS = 4096
 
-# Parameters of the kernel that every launch sets anew: those of a plan, then those of a call.
+# Kernel parameters that a replay replaces: parameters of a plan, and parameters of a call.
 _OF_PLAN = ("num_batch_heads", "raster_group", "dynamic", "tail_share")
 _OF_CALL = ("lse_head_stride", "q_len", "kv_len", "lse_ptr", "workspace.counters")
 
@@ -51,7 +51,7 @@ class _ForwardPlan(NamedTuple):
     programs: int
     counters: int
     values: tuple[int, ...]
-    """Those of `_OF_PLAN`."""
+    """Values of `_OF_PLAN`."""
     takes_parts: bool
     """Whether the kernel has a parameter for the parts of a split tail."""
     parts_shape: tuple[int, int, int] | None
@@ -74,7 +74,7 @@ class ForwardLaunches:
         self._device = device
         self._lse_dtype = lse_dtype(problem.dtype)
         self._launches: dict[int, ResizableLaunch] = {}
-        # held, so that nothing else gets its id
+        # kept alive, so that their ids stay unique
         self._configs: list[AttnFwdSm90Config] = []
         self._plans: dict[Tiling, _ForwardPlan] = {}
 
@@ -216,7 +216,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _BackwardPlan(NamedTuple):
-    """How gradients of one tiling are launched: all that does not depend on their exact lengths.
+    """How gradients of one tiling are launched: everything that exact lengths do not change.
 
     Workspaces are parts of one allocation.
     """
@@ -241,7 +241,7 @@ class _BackwardPlan(NamedTuple):
     starts: tuple[int, ...]
     """Bytes at which lse, delta, sums, semaphores, sums of dk and dv, and a counter begin."""
     rows: _Layout
-    """Of lse and of delta, as tensor maps describe them; the others likewise."""
+    """Layout of lse and of delta in tensor maps; likewise below."""
     sums: _Layout
     k_sums: _Layout
     v_sums: _Layout
@@ -269,7 +269,7 @@ class BackwardLaunches:
         return attn_bwd_sm90_config(problem, head_splits) in self._kernels
 
     def learn(self, launches: Sequence[Launch]) -> None:
-        """Add what a call launched: preprocess, backward, postprocess, and rounding if any."""
+        """Add the launches of a call: preprocess, backward, postprocess, and rounding if any."""
         kernels = _BackwardKernels(launches)
         self._kernels[kernels.config] = kernels
 
@@ -351,7 +351,7 @@ class BackwardLaunches:
                 *(plan.padded_keys, plan.copies, k_sums, v_sums),
             ]
             launch.run(plan.key_tiles, stream, values, ())
-        # until here nobody else may have the memory
+        # until here the memory must not be reused
         del memory, owner
         return dq, dk, dv
 

@@ -6,8 +6,8 @@ from ...core.sizes import cdiv
 from ...launch.descriptors import GROUP_ROWS
 from .config import ROW_PADDING, AttnBwdSm90Config, AttnFwdSm90Config
 
-# Up to so many rounds of work tiles of the same size are scheduled statically: dynamic scheduling
-# would save nothing.
+# Work tiles of equal size are scheduled statically for up to this many rounds, in which dynamic
+# scheduling would save nothing.
 EVEN_ROUNDS = 4
 
 
@@ -30,7 +30,7 @@ class ForwardSchedule(NamedTuple):
 def forward_work_tiles(
     config: AttnFwdSm90Config, batch: int, heads: int, q_len: int, tokens: int | None
 ) -> int:
-    """Work tiles without a mask, of packed sequences at most; `tokens` are all queries of these."""
+    """Work tiles without a mask; for packed sequences with `tokens` queries, an upper bound."""
     if tokens is None:
         return batch * heads * cdiv(q_len, config.tile_m)
     return batch * heads + heads * (tokens // config.tile_m)
@@ -43,7 +43,7 @@ def forward_schedule(
 
     Parameters
     ----------
-    keys : of a sequence; of all together if sequences are packed, whose tail is never split
+    keys : of a sequence; of all packed sequences together, whose tail is never split
     even : whether all work tiles have the same number of keys
     """
     programs = min(sms * config.programs_per_sm, work_tiles)
@@ -60,32 +60,32 @@ class BackwardSchedule(NamedTuple):
 
     programs: int
     counted: bool
-    """Whether they come from a counter; if not, each program has one."""
+    """Whether programs take KV tiles from a counter; if not, each program has one tile."""
 
 
 def backward_schedule(
     config: AttnBwdSm90Config, sms: int, kv_batch_heads: int, kv_len: int
 ) -> BackwardSchedule:
-    """Share the KV tiles among the programs; each share of a head counts as a (batch, KV head)."""
+    """Share KV tiles among programs; each head split counts as a (batch, KV head) of its own."""
     work_tiles = kv_batch_heads * cdiv(kv_len, config.tile_n)
     programs = min(sms, work_tiles)
-    # ordered, work tiles come from the counter whatever their number
+    # an ordered backward always takes them from the counter
     return BackwardSchedule(programs, work_tiles > programs or config.ORDERED)
 
 
 def packed_backward_schedule(
     config: AttnBwdSm90Config, sms: int, sequences: int, kv_heads: int, tokens: int
 ) -> BackwardSchedule:
-    """The same for packed sequences with `tokens` keys: programs count the KV tiles themselves."""
+    """As `backward_schedule` for packed sequences of `tokens` keys, whose tiles programs count."""
     work_tiles = kv_heads * (tokens // config.tile_n + sequences)
     return BackwardSchedule(min(sms, work_tiles), counted=True)
 
 
 def packed_rows(tokens: int, sequences: int) -> int:
-    """Rows of the same memory for packed sequences, each of which begins at whole tiles."""
+    """As `padded_rows` for packed sequences, each of which begins at a multiple of ROW_PADDING."""
     return (tokens // ROW_PADDING + sequences) * ROW_PADDING
 
 
 def padded_rows(tokens: int) -> int:
-    """Rows of the memory for lse, delta and sums of a head with so many queries, or keys."""
+    """Rows of the workspace (lse, delta, sums) of a head with `tokens` queries, or keys."""
     return cdiv(tokens, ROW_PADDING) * ROW_PADDING

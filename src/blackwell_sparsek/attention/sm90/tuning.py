@@ -131,7 +131,7 @@ def attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
 
 
 def new_attn_fwd_sm90_config(problem: "AttnProblem") -> AttnFwdSm90Config:
-    """The same for lengths that no cache has, and none should keep."""
+    """As `attn_fwd_sm90_config`, without the cache: for lengths that may never come again."""
     tile_d, tile_dv = tile_width(problem.head_dim), tile_width(problem.head_dim_v)
     block_q, block_kv = problem.mask_block or (None, None)
     if block_q is not None:
@@ -183,7 +183,10 @@ Tiling = tuple[int | bool, ...]
 
 
 def tiling_of(batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None = None) -> Tiling:
-    """What the launch of a call depends on in its lengths: equal for calls that share a plan."""
+    """The properties of the lengths of a call that its launch depends on.
+
+    Calls whose tilings are equal share a plan.
+    """
     few, full_k = max_q < FEW_QUERIES, max_k % GROUP_ROWS == 0
     if tokens is None:
         return batch, -(-max_q // GROUP_ROWS), max_k // GROUP_ROWS, full_k, few

@@ -145,7 +145,7 @@ def _load_terms(term_ptr, q_index, q_limit, missing):
 
 
 class OwnQueries(NamedTuple):
-    """What the dq kernel keeps of its queries."""
+    """The queries of a program of the dq kernel, and their row terms."""
 
     q: Any
     dout: Any

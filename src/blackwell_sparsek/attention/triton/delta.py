@@ -32,7 +32,7 @@ TILE_ELEMENTS = 4096
 
 
 class Outputs(NamedTuple):
-    """What the forward pass gave and what came back for it: pointers, and their strides."""
+    """The output of the forward pass and its gradient: pointers and strides."""
 
     out: Any
     dout: Any

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class State(NamedTuple):
-    """Softmax state of each query, and the sum of values that goes with it."""
+    """Softmax state of each query, and its weighted sum of values."""
 
     m_log2: Any
     row_sum: Any
@@ -77,9 +77,9 @@ def _attend_tile(
     PRECISION: tl.constexpr,
     IS_BIASED: tl.constexpr,
 ):
-    """Take one KV tile into the state; `visible` None means all of it is.
+    """Add one KV tile to the state; `visible` is None for a tile without mask code.
 
-    `gate` is None, or where the scores of keys are and the thresholds of the rows.
+    `gate` is None, or a `GateRow` with a pointer to the scores and the thresholds of the rows.
     """
     m_log2, row_sum, acc = state
     offs_d = tl.arange(0, TILE_D)
@@ -138,10 +138,10 @@ def _attn_fwd_kernel(
     PRECISION: tl.constexpr,
     MASK_PER_KV_HEAD: tl.constexpr,
 ):
-    """One tile of queries of one head."""
+    """Compute one tile of queries of one head."""
     TILE_D: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM, 16))
-    # As wide as keys where values are narrower: if tiles of different widths lie at the same place
-    # in shared memory, ptxas of CUDA 12.8 may lose the address of one.
+    # Tiles of narrower values are as wide as those of keys: if tiles of different widths share an
+    # address in shared memory, ptxas of CUDA 12.8 may lose one of them.
     NARROWEST: tl.constexpr = HEAD_DIM if HEAD_DIM <= 128 else 16
     TILE_DV: tl.constexpr = triton.next_power_of_2(max(HEAD_DIM_V, NARROWEST, 16))
     KV_BLOCK: tl.constexpr = TILE_N if BLOCK_KV is None else BLOCK_KV
@@ -254,7 +254,7 @@ def plan_attn_fwd(
     out : [B, Hq, Sq, Dv] or [Tq, Hq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq] or [Hq, Tq], contiguous
     config : tiles and launch options
-    gates : scores of keys and thresholds of queries, of dense batches only
+    gates : scores of keys and thresholds of queries; only for dense batches
     """
     q, k, v = call.q, call.k, call.v
     operands = kernel_operands(call)

@@ -45,7 +45,7 @@ class Keys(NamedTuple):
     scale: Any
     """A pointer to those of the keys, or None."""
     scale_stride: Any
-    """0 where one scale is that of all keys."""
+    """0 if all keys share one scale."""
 
 
 @triton.jit

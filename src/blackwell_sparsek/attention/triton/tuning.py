@@ -79,7 +79,7 @@ def attn_fwd_fp8_config(problem: "Fp8AttnProblem") -> AttnFwdConfig:
 
 
 def attn_fwd_config(problem: "AttnProblem", precision: str) -> AttnFwdConfig:
-    """Tiles of the forward kernel; `precision` is that of fp32 products."""
+    """Tiles of the forward kernel; `precision` applies to fp32 products."""
     dim = max(problem.head_dim, problem.head_dim_v)
     block_q = None if problem.mask_block is None else problem.mask_block[0]
     facts = (problem.arch.sm, problem.dtype.itemsize, dim, block_q, precision)
@@ -143,7 +143,7 @@ def _cut(tile: _Tile, block_q: int, dim: int) -> _Tile:
 
 
 def attn_dq_config(problem: "AttnProblem", precision: str) -> AttnBwdConfig:
-    """Tiles of the dQ kernel; `precision` is that of fp32 products."""
+    """Tiles of the dQ kernel; `precision` applies to fp32 products."""
     sm, itemsize, dim = _facts(problem)
     tile = _dq_tile(sm, itemsize, dim, problem.mask_block is not None, precision)
     if problem.mask_block is not None and problem.mask_block[0] < tile.m:

@@ -174,9 +174,7 @@ FEATURES = (
     Feature("packed sequences (varlen)", {"varlen": True, "tokens": (8192, 8192)}, None),
     Feature("block mask 128x128", {"mask_block": (128, 128)}, None),
     Feature("block mask 64x64", {"mask_block": (64, 64)}, None),
-    Feature(
-        "block mask 64x64 with bit masks", {"mask_block": (64, 64), "element_bits": True}, None
-    ),
+    Feature("block mask 64x64 with bit masks", {"mask_block": (64, 64)}, None),
     Feature("block mask 128x32", {"mask_block": (128, 32)}, None),
     Feature("block mask 32x32", {"mask_block": (32, 32)}, None),
     Feature(

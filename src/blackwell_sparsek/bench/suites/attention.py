@@ -151,10 +151,10 @@ def _contender(make: Callable[[], Any], blocks: Callable[[Any], int], expected: 
     return Contender(make, check)
 
 
-def _window_blocks(length: int, window: int, side: int = 128) -> int:
-    """The number of blocks that a causal window touches."""
-    rows = range(-(-length // side))
-    return sum(row - max(0, row * side - window + 1) // side + 1 for row in rows)
+def _window_blocks(length: int, window: int) -> int:
+    """The number of blocks of 128 x 128 that a causal window touches."""
+    rows = range(-(-length // 128))
+    return sum(row - max(0, row * 128 - window + 1) // 128 + 1 for row in rows)
 
 
 def _flex(inputs: AttentionInputs) -> Contender:

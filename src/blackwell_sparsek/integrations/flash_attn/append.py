@@ -1,4 +1,4 @@
-"""What `flash_attn_with_kvcache` does before it attends: new keys and values go into the cache."""
+"""The first step of `flash_attn_with_kvcache`: append new keys and values to the cache."""
 
 from typing import Any, NamedTuple
 

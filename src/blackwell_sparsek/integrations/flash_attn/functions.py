@@ -638,7 +638,7 @@ def flash_attn_with_kvcache(
 def _check_packed(
     op: str, q: torch.Tensor, offsets: torch.Tensor, caches: dict[str, torch.Tensor]
 ) -> None:
-    """What `_wide` reads of packed queries and of caches in pages."""
+    """The arguments of `_wide` for packed queries and paged caches."""
     check_tensor(op, "q", q)
     check_rank(op, "q", q, "[T, H, D]")
     check_cu_seqlens(op, "cu_seqlens_q", offsets, device=q.device)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...attention.api import attention_varlen
+from ...attention.api import attention_packed
 from ...attention.inputs import MAX_HEAD_DIM
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
@@ -183,7 +183,7 @@ def _layer_mask(
     sparse: BlockSparse | None,
     block_indices: torch.Tensor | None,
 ) -> tuple[Band, BlockMask | None]:
-    """What the queries of a prompt see."""
+    """The keys that the queries of a prompt see."""
     band, block_mask = plan.band, plan.block_mask
     if block_indices is not None:
         size = module.indexer.block_size
@@ -208,7 +208,7 @@ def _visible_elements(
     sparse: BlockSparse | None,
     block_indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the queries see, bool `[B or 1, H or 1, Sq, Sk]`."""
+    """The keys that the queries see, bool `[B or 1, H or 1, Sq, Sk]`."""
     sq, sk = query.shape[2], key.shape[2]
     if plan.lengths is None:
         if sparse is None and block_indices is None:
@@ -286,7 +286,7 @@ def _packed(
         band = block_sparse.band(band)
     cu_q, cu_k, max_q, max_k = lengths
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attention_varlen(
+    out = attention_packed(
         q,
         k,
         v,
@@ -462,7 +462,7 @@ def paged_attention_forward(
         read_index=read_index,
         write_index=write_index,
     )
-    out = attention_varlen(
+    out = attention_packed(
         query[0].transpose(0, 1),
         key,
         value,

@@ -87,7 +87,7 @@ class BlockSparse:
 
     @property
     def pattern(self) -> str:
-        """What `bsk.sparsity_report` calls it."""
+        """The name of the pattern in `bsk.sparsity_report`."""
         return str(self)
 
     def kept_of(self, tokens: int) -> KeptPart:

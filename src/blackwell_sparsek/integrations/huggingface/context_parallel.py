@@ -6,8 +6,8 @@ import torch
 
 from ...core.checks import check_choice, message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
-from ...distributed.api import METHODS
 from ...distributed.api import attention as distributed_attention
+from ...distributed.call import METHODS
 from ...distributed.group import members_of
 from ...distributed.plan import Plan
 from ...masks.band import Band
@@ -100,7 +100,7 @@ def register_context_parallel(
 
 
 class _Shard:
-    """What one rank's layers need: its positions, and the options of the distributed call."""
+    """Shared by the layers of one rank: its positions, and options of the distributed call."""
 
     def __init__(self, positions: torch.Tensor, options: dict[str, Any]) -> None:
         self._positions, self._options = positions, options

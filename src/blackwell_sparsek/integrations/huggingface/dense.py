@@ -25,7 +25,7 @@ def why_dense(
     mask_bias: Any,
     query_sinks: Any = None,
 ) -> str | None:
-    """What a call asks for that kernels do not compute, or None."""
+    """The first option of a call that kernels do not support, or None."""
     if output_attentions:
         return "output_attentions asks for the attention weights"
     if dropout != 0.0:
@@ -52,13 +52,13 @@ def warn_once(reason: str) -> None:
 def elements(
     band: Band, block_mask: BlockMask | None, sq: int, sk: int, device: torch.device
 ) -> torch.Tensor:
-    """What a band and a mask leave visible, bool `[B or 1, H or 1, Sq, Sk]`."""
+    """The keys visible under a band and a mask, bool `[B or 1, H or 1, Sq, Sk]`."""
     visible = band_elements(band, sq, sk, device)
     return visible if block_mask is None else visible & block_mask.to_element_mask()
 
 
 def band_elements(band: Band, sq: int, sk: int, device: torch.device) -> torch.Tensor:
-    """What a band leaves visible, bool `[1, 1, Sq, Sk]`; the last query is at the last key."""
+    """The keys visible under a band, bool `[1, 1, Sq, Sk]`; the last query is at the last key."""
     q_pos = torch.arange(sk - sq, sk, device=device)[:, None]
     distance = torch.arange(sk, device=device) - q_pos
     left, right = band.scalars()

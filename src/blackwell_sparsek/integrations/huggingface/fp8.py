@@ -140,7 +140,7 @@ def check_scales(fp8: Fp8 | None, key: torch.Tensor) -> None:
 
 
 def registered(fp8: Fp8 | None) -> Fp8:
-    """What the attention was registered with; raise if that was nothing."""
+    """The options that the attention was registered with; raises if there are none."""
     if fp8 is None:
         raise Unsupported(f"{OP}: keys are in fp8; use register(fp8=...) with what made the cache")
     return fp8

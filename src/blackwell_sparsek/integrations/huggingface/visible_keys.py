@@ -100,7 +100,7 @@ class VisibleKeys:
 
     @property
     def elements(self) -> torch.Tensor:
-        """What is visible, bool `[B or 1, H or 1, q_length, kv_length]`. Waits for the device."""
+        """Visible keys, bool `[B or 1, H or 1, q_length, kv_length]`. Waits for the device."""
         return self.shared("elements", self._elements)
 
     def _elements(self) -> torch.Tensor:
@@ -368,7 +368,7 @@ class _LastUserMask:
 
 
 def _state(x: torch.Tensor) -> int | torch.Tensor:
-    """What tells whether a tensor was changed; those of inference mode do not count changes."""
+    """The version of a tensor, or a copy in inference mode, where torch counts no changes."""
     return x.clone() if x.is_inference() else x._version
 
 

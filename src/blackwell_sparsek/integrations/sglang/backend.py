@@ -32,7 +32,7 @@ class StepTables:
     cu_seqlens_q: torch.Tensor
     """int32 [B + 1]"""
     seq_lens: torch.Tensor
-    """int32 [B]: keys of each request, those of its new tokens included."""
+    """int32 [B]: keys of each request, including its new tokens."""
     page_table: torch.Tensor
     """int32 [B, pages]"""
     max_q: int

@@ -46,7 +46,7 @@ CONFIG = "blackwell_sparsek"
 
 
 class SparseKBackend(AttentionBackend):
-    """What vLLM's attention layers may ask of this package."""
+    """The capabilities of this package, as vLLM's attention layers query them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_NAMES]
@@ -64,7 +64,7 @@ class SparseKBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type["SparseKMetadataBuilder"]:
-        """What makes the metadata of a step."""
+        """The class that builds the metadata of a step."""
         return SparseKMetadataBuilder
 
     @staticmethod
@@ -168,7 +168,7 @@ class SparseReads:
             raise ValueError(f"{CONFIG}.summary is {self.summary!r}; expected minmax or mean")
 
     def kept_of_run(self, block_size: int) -> int:
-        """Blocks at the end of a run that are always read: those of its own queries, and more."""
+        """Blocks at the end of a run that are always read; they include those of its queries."""
         most = (self.prefill_queries + block_size - 2) // block_size + 1
         kept = most + self.keep_last - 1
         if self.prefill_blocks is not None and self.prefill_blocks < self.keep_first + kept:
@@ -181,7 +181,7 @@ class SparseReads:
 
 
 def sparse_reads(vllm_config: Any) -> SparseReads | None:
-    """What `additional_config` of vLLM asks for under the name of this package, or None."""
+    """The options under this package's name in `additional_config` of vLLM, or None."""
     given = getattr(vllm_config, "additional_config", None)
     asked = given.get(CONFIG) if isinstance(given, Mapping) else None
     if asked is None:
@@ -292,7 +292,7 @@ class StepPart(NamedTuple):
 
 
 class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
-    """Metadata of a step; tensors stay those of vLLM, which graphs read again at each replay."""
+    """Metadata of a step; holds vLLM's own tensors, which graphs read again at each replay."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True

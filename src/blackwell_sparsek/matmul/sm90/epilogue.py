@@ -14,7 +14,7 @@ from ...device.epilogue import activate
 
 
 class Epilogue(NamedTuple):
-    """What is added to the sums, and the size of the result that limits the loads."""
+    """The terms added to the sums, and the size of the result, which bounds the loads."""
 
     bias_ptr: Any  # [n_rows] or None, added before the activation
     residual_ptr: Any  # [n_rows, n_cols] or None, added after it

@@ -29,7 +29,7 @@ SLICE_N = tl.constexpr(64)
 
 
 class Addends(NamedTuple):
-    """What is added to the product: bias [M] before the activation, residual [B, M, N] after it.
+    """Added to the product: bias [M] before the activation, residual [B, M, N] after it.
 
     Either pointer may be None. The strides of the residual lie flat: Triton loses what it knows of
     constants in a tuple of tuples.

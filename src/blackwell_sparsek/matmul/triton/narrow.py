@@ -53,7 +53,7 @@ class _Slots(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """What a program reads.
+    """The operands of a program.
 
     `a_ptrs` [1, TILE_M, 1] are its rows in the first block, `x_ptrs` [1, TILE_N, 1] the columns.
     """
@@ -200,7 +200,7 @@ def _no_sums(
     NUM_WARPS: tl.constexpr,
     CHUNKS_FIRST: tl.constexpr,
 ):
-    """What `_add_step` starts from."""
+    """The initial sums of `_add_step`."""
     if TILE_N > 1:
         return tl.zeros((NUM_WARPS, TILE_N, TILE_M), dtype=tl.float32)
     elif CHUNKS_FIRST:

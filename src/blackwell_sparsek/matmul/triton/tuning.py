@@ -269,7 +269,7 @@ def spmm_fp8_config(problem: "BsrProblem") -> SpmmConfig:
 
 
 def spmm_facts(problem: "BsrProblem", precision: str) -> tuple[Hashable, ...]:
-    """What the best tile of a product with many columns depends on."""
+    """The properties that the best tile of a product with many columns depends on."""
     sizes = spmm_sizes(problem)
     itemsize = problem.dtype.itemsize
     return problem.arch.sm, itemsize, sizes.block_h, sizes.block_w, precision

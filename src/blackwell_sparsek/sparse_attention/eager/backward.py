@@ -3,7 +3,7 @@
 import torch
 
 from ...attention.eager.backward import backward as backward_dense
-from ...calls.attention import AttnGradients, BackwardCall, compute_dtype
+from ...calls.attention import AttnGradients, BackwardCall, compute_dtype, fill_gradients
 from ...calls.sparse_attention import SparseBackwardCall
 from . import by_block, by_query
 from .forward import local_call
@@ -57,4 +57,4 @@ def backward(call: SparseBackwardCall) -> None:
         shift = torch.where(lse == -torch.inf, torch.inf, lse)
         sums = -torch.exp(spec.sinks.to(dtype).view(heads) - shift) * delta
         dsinks = sums.sum(-1) if spec.is_varlen else sums.sum((0, 2))
-    call.gradients.fill((dq, dk, dv, dsinks, dgate))
+    fill_gradients(call.gradients, (dq, dk, dv, dsinks, dgate))

@@ -21,7 +21,7 @@ class Visible(NamedTuple):
     seen: torch.Tensor
     weights: torch.Tensor
     chosen: int
-    """The first so many are those of the entries."""
+    """The first of them are the keys of the entries, this many."""
 
 
 def rows_at_once(part: Part) -> int:

@@ -103,7 +103,7 @@ class RowRing(NamedTuple):
 
 
 class DkdvShared(NamedTuple):
-    """What all roles share."""
+    """Shared by all roles."""
 
     k_smem: Any
     v_smem: Any
@@ -121,7 +121,7 @@ class DkdvShared(NamedTuple):
 
 
 class RowDescription(NamedTuple):
-    """What only the producer of terms reads."""
+    """Arguments of the producer of terms alone."""
 
     gate: Any
     gate_strides: Any
@@ -534,7 +534,7 @@ def _row_descriptor(x: torch.Tensor, block: tuple[int, int, int, int]) -> Any:
 def launch_sparse_attn_dkdv_sm90(
     call: SparseBackwardCall, delta: torch.Tensor, config: SparseDkdvSm90Config
 ) -> None:
-    """Fill those of dk and dv that are wanted.
+    """Fill dk and dv, whichever are needed.
 
     Parameters
     ----------

@@ -70,7 +70,7 @@ class DqStrides(NamedTuple):
 
 
 class DqConsumer(NamedTuple):
-    """What only the consumers read and write."""
+    """Arguments of the consumers alone."""
 
     gradients: Any
     q_ptr: Any

@@ -47,7 +47,7 @@ class RowPointers(NamedTuple):
 
 
 class ForwardConsumer(NamedTuple):
-    """What only the consumers read and write."""
+    """Arguments of the consumers alone."""
 
     pointers: Any
     """`RowPointers`."""

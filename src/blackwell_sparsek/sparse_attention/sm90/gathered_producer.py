@@ -57,7 +57,7 @@ class GatheredNotes(NamedTuple):
 
 
 class GatheredProducer(NamedTuple):
-    """What only the producer reads."""
+    """Arguments of the producer alone."""
 
     k_ptr: Any
     v_ptr: Any

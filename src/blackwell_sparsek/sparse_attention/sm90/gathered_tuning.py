@@ -86,7 +86,7 @@ def is_gathered(problem: SparseAttnProblem) -> bool:
 
 
 def unsupported_gathered(problem: SparseAttnProblem) -> str | None:
-    """What the kernel lacks for a 16-bit forward with small entries, or None."""
+    """Why the kernel cannot run a 16-bit forward with small entries, or None."""
     if problem.backward:
         return f"has no gradients for entries of {problem.granularity} keys, only of 64 or 128"
     if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:

@@ -61,7 +61,7 @@ from .producer import Sizes
 
 
 class GatheredKeys(NamedTuple):
-    """What consumers know of the keys of a query besides the notes on them."""
+    """The keys of a query, as consumers know them besides the notes."""
 
     factor: Any
     """Positive factor from scores to base-2 exponents."""

@@ -57,7 +57,7 @@ class LatentNotes(NamedTuple):
 
 
 class LatentShared(NamedTuple):
-    """What all roles share."""
+    """Shared by all roles."""
 
     ring: Any
     notes: Any
@@ -67,7 +67,7 @@ class LatentShared(NamedTuple):
 
 
 class LatentProducer(NamedTuple):
-    """What only the producer reads."""
+    """Arguments of the producer alone."""
 
     k_ptr: Any
     lists: Any

@@ -70,7 +70,7 @@ def is_latent(problem: SparseAttnProblem) -> bool:
 
 
 def unsupported_latent(problem: SparseAttnProblem) -> str | None:
-    """What the kernel lacks for a 16-bit problem with latent heads, or None."""
+    """Why the kernel cannot run a 16-bit problem with latent heads, or None."""
     if not problem.latent:
         return f"needs values that are a view of the first {LATENT_DIMS[1]} columns of the keys"
     if not problem.tma:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What consumers that own queries do with their rows and with the notes of the producer.
+"""Rows and notes in consumers that own queries.
 
 Shared by the kernel of the outputs (`forward.py`) and that of the gradients of queries (`dq.py`):
 loading rows, finding the KV tiles that one of these rows has, and which keys each row sees there.
@@ -28,7 +28,7 @@ from .producer import FIRST_USER, LAST, NEAR, NOTE_WORDS, ROWS
 
 
 class Note(NamedTuple):
-    """What a consumer knows of the KV tile at `step`."""
+    """The note of the producer on the KV tile at `step`, as a consumer reads it."""
 
     step: Any
     start: Any

@@ -63,7 +63,7 @@ class Notes(NamedTuple):
     weights: Any
     words: Any
     cursors: Any
-    """Which of its entries each row has there, -1 for none; None where nobody asks."""
+    """For each row, the place of the entry in its list, -1 if it is not there; None if unused."""
 
 
 class Sizes(NamedTuple):
@@ -94,7 +94,7 @@ def sizes_of(call: SparseAttentionCall, num_tiles: int) -> Sizes:
 
 
 class SparseShared(NamedTuple):
-    """What all roles share."""
+    """Shared by all roles."""
 
     k_ring: Any
     v_ring: Any
@@ -107,7 +107,7 @@ class SparseShared(NamedTuple):
 
 
 class SparseProducer(NamedTuple):
-    """What only the producer reads."""
+    """Arguments of the producer alone."""
 
     k_desc: Any
     v_desc: Any

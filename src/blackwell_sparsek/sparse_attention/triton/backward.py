@@ -55,7 +55,7 @@ from .walk import (
 
 
 class DqStrides(NamedTuple):
-    """Strides of batch, head and token of each tensor, and those of the lists."""
+    """Strides of batch, head and token of each tensor, and strides of the lists."""
 
     dq: Strides
     q: Strides
@@ -584,7 +584,7 @@ def transposed(call: SparseAttentionCall) -> Transposed:
 def launch_sparse_attn_dkdv(
     call: SparseBackwardCall, delta: torch.Tensor, config: SparseAttnConfig
 ) -> None:
-    """Fill those of dk and dv that are wanted.
+    """Fill dk and dv, whichever are needed.
 
     Parameters
     ----------

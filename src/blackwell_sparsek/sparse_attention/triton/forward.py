@@ -59,7 +59,7 @@ OPEN = tl.constexpr(2**30)
 
 
 class ForwardStrides(NamedTuple):
-    """Strides of batch, head and token of each tensor, and those of the lists."""
+    """Strides of batch, head and token of each tensor, and strides of the lists."""
 
     out: Strides
     q: Strides

@@ -55,7 +55,7 @@ class UnionWalk(NamedTuple):
     near_tiles: Any
     """Of keys near the queries: the first ones."""
     common: Any
-    """Near ones, and those of both halves."""
+    """Near tiles and tiles of both halves."""
     first_tiles: Any
     second_tiles: Any
     both: Any
@@ -104,7 +104,7 @@ def union_walk(both, first, second, capacity, near_tiles, PER_TILE: tl.constexpr
 
 @triton.jit
 def owner_of(number, common, first_tiles, second_tiles):
-    """Whose the KV tile `number` is: that of a half, 0 or 1, or BOTH."""
+    """The owner of KV tile `number`: half 0, half 1, or BOTH."""
     behind = number - common
     turns = 2 * tl.minimum(first_tiles, second_tiles)
     longer = tl.where(first_tiles > second_tiles, 0, 1)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The rows of a tile, the entries that they chose, and the keys of these: shared by the kernels.
+"""The rows of a tile, the entries that they selected, and the keys of entries; for all kernels.
 
 The rows of a tile are GROUP_SIZE query heads of some queries: row r is head r % GROUP_SIZE of query
 r // GROUP_SIZE. Rows of one query have the same list. The lists of a tile ascend, so walking
@@ -25,7 +25,7 @@ NO_BLOCK = tl.constexpr(2**31 - 1)
 
 
 class ListPointers(NamedTuple):
-    """Pointers to ids, counts and gates; gates are None if there are none."""
+    """Pointers to ids, counts and gates; `gate` is None without gates."""
 
     ids: Any
     counts: Any
@@ -33,7 +33,7 @@ class ListPointers(NamedTuple):
 
 
 class ListStrides(NamedTuple):
-    """Strides of batch, head and query in each of the lists; those of ids stand in for gates."""
+    """Strides of batch, head and query of each list; without gates, the last are those of ids."""
 
     ids: Strides
     counts: Strides
@@ -206,7 +206,7 @@ def load_at(ptr, offsets, live, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr):
 
 @triton.jit
 def seen_of_block(kv_pos, limits, near):
-    """Which keys of a chosen block each row sees: those within limits that are not near."""
+    """Which keys of a selected block each row sees: keys within limits that are not near."""
     inside = within_bounds(kv_pos, limits.first, limits.last)
     return inside & (within_bounds(kv_pos, near.first, near.last) == 0)
 

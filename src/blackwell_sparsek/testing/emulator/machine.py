@@ -29,7 +29,6 @@ from .program import Address, Instruction, Program, Register
 _TURN = 400
 _LONGEST_DELAY = 40
 _POISON = {"pred": False, "b8": 0xFF, "b16": 0xFFFF, "b32": 0xFFFFFFFF, "b64": 2**64 - 1}
-_ALL = np.ones(LANES, np.bool_)
 
 
 class Warp:
@@ -287,11 +286,6 @@ class Machine:
     def _describe(self, warp: Warp, at: int | None = None) -> str:
         text = self.program.instructions[warp.at if at is None else at].text
         return f"program {warp.block.index}, warp {warp.number}: {' '.join(text.split())[:200]}"
-
-
-def next_place(warp: Warp, lanes: Any) -> None:
-    """Go on with the next instruction."""
-    warp.move(lanes, warp.at + 1)
 
 
 def guarded(instruction: Instruction, step: Callable[[Warp, Any], None]) -> Step:

@@ -17,7 +17,6 @@ SHARED_START = 1024
 RANK_SHIFT = 24
 # Parameters are addressed too, for tensor maps: by 32 bits or by 64.
 PARAMETERS_START = 0x7F000000
-PARAMETER_BYTES = 256
 WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 

@@ -1,4 +1,4 @@
-"""What handlers of several kinds of instructions need of operands."""
+"""Helpers for operands that the handlers of several kinds of instructions share."""
 
 from typing import Any
 
