@@ -133,6 +133,115 @@ def test_chunks_and_left_padding(align):
     assert made == FORWARD * HEADS * sum(seen)
 
 
+def lists(heads, queries, kv_len, granularity, most=3):
+    """Entries drawn for each query, some queries with none."""
+    entries = -(-kv_len // granularity)
+    order = torch.rand(*heads, queries, entries).argsort(-1)[..., :most]
+    drawn = torch.where(torch.rand(order.shape) < 0.7, order, -1).int()
+    return bsk.KeySelection.from_indices(drawn, granularity=granularity, kv_len=kv_len)
+
+
+@pytest.mark.parametrize("window", [None, 5, (3, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("masks", "heads", "granularity"), [(2, 1, 16), (2, 2, 1), (1, 4, 4)])
+def test_sparse_attention(masks, heads, granularity, causal, window):
+    chosen = lists((masks, heads), 20, 30, granularity)
+    seen = chosen.to_dense()
+    if window is not None:
+        left, right = (window - 1, 0 if causal else window - 1) if window == 5 else window
+        seen = seen | visible(20, 30, window=(left, right))
+    seen = seen & visible(20, 30, causal)
+    pairs = int(seen.sum()) * (2 // masks) * (HEADS // heads)
+    q, k, v = (x.requires_grad_() for x in qkv(20, 30))
+    made = counted(bsk.sparse_attention, q, k, v, chosen, causal=causal, window=window)
+    assert made == pairs * (FORWARD + BACKWARD)
+
+
+def test_sparse_attention_packed_and_paged():
+    q_lens, kv_lens = [3, 0, 20, 1], [5, 4, 33, 0]
+    inputs = packed(q_lens, kv_lens)
+    chosen = lists((1, 2), 24, 33, 4)
+    rows = torch.split(chosen.to_dense()[0], q_lens, 1)
+    longest = {"max_seqlen_q": 20, "max_seqlen_k": 33}
+    seen = [x[..., :n] & visible(x.shape[1], n, True) for x, n in zip(rows, kv_lens, strict=True)]
+    pairs = sum(int(x.sum()) for x in seen) * HEADS // 2
+    q, k, v, cu_q, cu_k = inputs
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **longest}
+    assert counted(bsk.sparse_attention, q, k, v, chosen, **options) == pairs * FORWARD
+    lengths = [20, 7]
+    q, _, _ = qkv(3, 1)
+    k, v = torch.randn(6, 8, 2, D), torch.randn(6, 8, 2, DV)
+    chosen = lists((2, 1), 3, 24, 4)
+    where = {"page_table": torch.arange(6).view(2, 3).int(), "cache_seqlens": torch.tensor(lengths)}
+    where["cache_seqlens"] = where["cache_seqlens"].int()
+    seen = [chosen.to_dense()[b, 0, :, :n] & visible(3, n, True) for b, n in enumerate(lengths)]
+    pairs = HEADS * sum(int(x.sum()) for x in seen)
+    assert counted(bsk.sparse_attention, q, k, v, chosen, **where) == pairs * FORWARD
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_choose_keys(causal):
+    q, k = torch.randn(2, 4, 20, D), torch.randn(2, 1, 30, D)
+    pairs = 2 * 4 * int(visible(20, 30, causal).sum())
+    made = counted(
+        lambda: bsk.select_keys(q, k, granularity=4, pool="max", top_k=2, causal=causal).counts
+    )
+    assert made == 2 * D * pairs
+
+
+def test_scores_that_choose_pages():
+    pages = torch.randn(6, 8, 2, D)
+    where = {
+        "page_table": torch.arange(6).view(2, 3).int(),
+        "cache_seqlens": torch.tensor([24, 9]).int(),
+    }
+    summaries = bsk.page_summaries(pages, **where)
+    q = torch.randn(2, HEADS, 3, D)
+    # three pages of the first sequence, two of the second, with smallest and largest keys each
+    made = counted(bsk.topk_pages, q, summaries, 2, **where)
+    assert made == 2 * 2 * D * HEADS * 3 * (3 + 2)
+
+
+def test_fp8():
+    q, k, v = (x.requires_grad_() for x in qkv(20, 30))
+    pairs = 2 * HEADS * int(visible(20, 30, True).sum())
+    # the backward computes the attention without fp8 once more
+    made = counted(bsk.fp8.attention, q, k, v, causal=True)
+    assert made == pairs * (FORWARD + FORWARD + BACKWARD)
+    # mapped over, it is an operator of its own
+    several = torch.stack([q, q])
+    made = counted(lambda: torch.vmap(lambda x: bsk.fp8.attention(x, k, v, causal=True))(several))
+    assert made == 2 * pairs * (FORWARD + FORWARD + BACKWARD)
+    w = bsk.BSRMatrix.from_mask(torch.randn(128, 256), torch.rand(4, 8) < 0.5)
+    x = torch.randn(10, 256)
+    assert counted(bsk.fp8.matmul, x, w.to_fp8().T) == 2 * w.nnz_blocks * 32 * 32 * 10
+
+
+def test_gradients_of_every_kind():
+    """Gradients are products too: those of gates, packed sequences, sampled products and pairs."""
+    q, k, v = (x.requires_grad_() for x in qkv(20, 20))
+    pairs = 2 * HEADS * int(visible(20, 20, True).sum())
+    gate = (torch.rand(2, 1, 20), torch.zeros(2, 1, 20))
+    made = counted(bsk.attention, q, k, v, causal=True, key_gate=gate)
+    assert made == pairs * (FORWARD + BACKWARD)
+    lengths = [3, 0, 20]
+    q, k, v, cu, _ = (
+        x.requires_grad_() if x.is_floating_point() else x for x in packed(lengths, lengths)
+    )
+    pairs = HEADS * sum(int(visible(n, n).sum()) for n in lengths)
+    made = counted(bsk.attention_varlen, q, k, v, cu, cu, max_seqlen_q=20, max_seqlen_k=20)
+    assert made == pairs * (FORWARD + BACKWARD)
+    keep = torch.rand(3, 4) < 0.5
+    w = bsk.BSRMatrix.from_mask(torch.randn(48, 32), keep, (16, 8))
+    a, b = torch.randn(48, 5, requires_grad=True), torch.randn(5, 32, requires_grad=True)
+    made = counted(lambda: bsk.sddmm(a, b, w).storage)
+    assert made == 3 * 2 * w.nnz_blocks * 16 * 8 * 5
+    w.storage.requires_grad_()
+    pairs = int((keep.int() @ keep.int().T).sum())
+    made = counted(lambda: bsk.matmul(w, w.T).storage)
+    assert made == 3 * 2 * pairs * 16 * 8 * 16
+
+
 def test_products():
     keep = torch.rand(3, 4) < 0.5
     w = bsk.BSRMatrix.from_mask(torch.randn(48, 32), keep, (16, 8))

@@ -69,9 +69,10 @@ def test_an_operator_called_directly_refuses_as_well():
 
 
 ATTENTION = ("attention", "attention_varlen", "scaled_dot_product_attention")
+PRODUCTS = ("matmul", "matmul, sparse", "matmul, two sparse", "sddmm")
 
 
-@pytest.mark.parametrize("call", sorted(set(CALLS) - set(ATTENTION)))
+@pytest.mark.parametrize("call", sorted(set(CALLS) - {*ATTENTION, *PRODUCTS}))
 def test_derivatives_of_torch_func_are_refused(call):
     function, x = CALLS[call]
     with pytest.raises(bsk.Unsupported, match=r"is differentiated by torch\.func .*; expected \."):
@@ -88,13 +89,15 @@ def _gradient(function, x):
     return torch.autograd.grad(function(x).square().sum(), x)[0]
 
 
-@pytest.mark.parametrize("call", ATTENTION)
+@pytest.mark.parametrize("call", [*ATTENTION, *PRODUCTS])
 def test_derivatives_of_torch_func(call):
     function, x = CALLS[call]
     several = torch.stack([x, 2 * x, -x])
     expected = torch.stack([_gradient(function, one) for one in several])
     gradient = torch.func.grad(lambda y: function(y).square().sum())
     torch.testing.assert_close(gradient(x), expected[0])
+    if call == "matmul, sparse":
+        return  # `with_data` reads its argument, which `torch.vmap` does not allow
     # a gradient for each of several inputs, in both orders
     torch.testing.assert_close(torch.func.vmap(gradient)(several), expected)
     together = torch.func.grad(lambda y: torch.vmap(function)(y).square().sum())(several)
@@ -102,7 +105,7 @@ def test_derivatives_of_torch_func(call):
     out, pull = torch.func.vjp(function, x)
     torch.testing.assert_close(pull(2 * out)[0], expected[0])
     jacobian = torch.func.jacrev(function)(x)
-    torch.testing.assert_close(torch.tensordot(2 * out, jacobian, x.dim()), expected[0])
+    torch.testing.assert_close(torch.tensordot(2 * out, jacobian, out.dim()), expected[0])
 
 
 def test_torch_func_over_a_mask_sinks_and_lse():
@@ -130,6 +133,125 @@ def test_second_derivatives_of_torch_func_are_refused():
         torch.func.jacrev(torch.func.jacrev(function))(Q)
     with pytest.raises(bsk.Unsupported, match="no forward-mode derivative"):
         torch.func.hessian(function)(Q)
+
+
+# Edge blocks with padding, on both sides; half of the blocks stored.
+SHAPE, BLOCK = (10, 13), (3, 4)
+KEEP = torch.arange(16).view(4, 4) % 3 > 0
+EDGES = bsk.BSRMatrix.from_mask(_random(*SHAPE), KEEP, BLOCK)
+STORED = bsk.BSRMatrix.from_mask(torch.ones(SHAPE, dtype=F64), KEEP, BLOCK).to_dense()
+
+
+def _as_dense(values):
+    """The matrix of these values, which keeps their gradient."""
+    return bsk.BSRMatrix._from_parts(EDGES.pattern, values).to_dense()
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("dense_left", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_products_by_torch_func(transposed, dense_left, activation):
+    """Against torch's own gradients of the dense product, of every operand, for each sample."""
+    m, k = SHAPE[::-1] if transposed else SHAPE
+    x = _random(5, m) if dense_left else _random(k, 5)
+    bias = _random(k if dense_left else m)
+    residual = _random(5, k) if dense_left else _random(m, 5)
+    functions = {
+        None: lambda y: y,
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "silu": torch.nn.functional.silu,
+    }
+
+    def ours(values, x, bias, residual):
+        w = bsk.BSRMatrix._from_parts(EDGES.pattern, values)
+        w = w.T if transposed else w
+        a, b = (x, w) if dense_left else (w, x)
+        out = bsk.matmul(a, b, bias=bias, residual=residual, activation=activation)
+        return out.square().sum()
+
+    def dense(values, x, bias, residual):
+        w = _as_dense(values) * STORED
+        w = w.mT if transposed else w
+        out = x @ w + bias if dense_left else w @ x + bias[:, None]
+        return (functions[activation](out) + residual).square().sum()
+
+    every = (0, 1, 2, 3)
+    inputs = (EDGES.storage, x, bias, residual)
+    expected = torch.func.grad(dense, every)(*inputs)
+    torch.testing.assert_close(torch.func.grad(ours, every)(*inputs), expected)
+    several = (EDGES.storage, torch.stack([x, -x, 2 * x]), bias, residual)
+    dims = (None, 0, None, None)
+    expected = torch.func.vmap(torch.func.grad(dense, every), dims)(*several)
+    found = torch.func.vmap(torch.func.grad(ours, every), dims)(*several)
+    torch.testing.assert_close(found, expected)
+
+    def sum_of(function):
+        return lambda *args: torch.func.vmap(function, dims)(*args).sum()
+
+    expected = torch.func.grad(sum_of(dense), every)(*several)
+    torch.testing.assert_close(torch.func.grad(sum_of(ours), every)(*several), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_sampled_products_and_pairs_by_torch_func(transposed):
+    other = bsk.BSRMatrix.from_mask(_random(13, 6), torch.arange(8).view(4, 2) % 3 < 2, (4, 3))
+    a, b = _random(10, 5), _random(5, 13)
+
+    def sampled(a, b):
+        return bsk.sddmm(a, b, EDGES).to_dense().pow(3).sum()
+
+    found = torch.func.grad(sampled, (0, 1))(a, b)
+    expected = torch.func.grad(lambda a, b: ((a @ b) * STORED).pow(3).sum(), (0, 1))(a, b)
+    torch.testing.assert_close(found, expected)
+
+    def pairs(first, second):
+        left = bsk.BSRMatrix._from_parts(EDGES.pattern, first)
+        right = bsk.BSRMatrix._from_parts(other.pattern, second)
+        made = bsk.matmul(right.T, left.T).T if transposed else bsk.matmul(left, right)
+        return made.to_dense().pow(3).sum()
+
+    def dense(first, second):
+        right = bsk.BSRMatrix._from_parts(other.pattern, second).to_dense()
+        return (_as_dense(first) @ right).pow(3).sum()
+
+    inputs = (EDGES.storage, other.storage)
+    expected = torch.func.grad(dense, (0, 1))(*inputs)
+    torch.testing.assert_close(torch.func.grad(pairs, (0, 1))(*inputs), expected)
+
+
+def test_higher_derivatives_of_products_by_torch_func():
+    def ours(values, x):
+        return bsk.matmul(bsk.BSRMatrix._from_parts(EDGES.pattern, values), x).pow(3).sum()
+
+    def dense(values, x):
+        return (_as_dense(values) @ x).pow(3).sum()
+
+    x = _random(13, 2)
+    for which in ((0, 1), (1, 0), (0, 0), (1, 1)):
+        first, second = which
+        found, expected = (
+            torch.func.jacrev(torch.func.jacrev(f, first), second)(EDGES.storage, x)
+            for f in (ours, dense)
+        )
+        torch.testing.assert_close(found, expected)
+    # reverse over vmap over reverse
+    found, expected = (
+        torch.func.grad(
+            lambda x, f=f: (
+                torch.func.vmap(torch.func.grad(f, 1), (None, 0))(EDGES.storage, x).square().sum()
+            )
+        )(torch.stack([x, -x]))
+        for f in (ours, dense)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("call", ["matmul", "sddmm", "matmul, two sparse"])
+def test_forward_over_reverse_of_products_is_refused(call):
+    function, x = CALLS[call]
+    with pytest.raises(bsk.Unsupported, match="forward-mode derivative"):
+        torch.func.hessian(lambda y: function(y).square().sum())(x)
 
 
 def test_sinks_of_decoding_have_no_derivative_either():

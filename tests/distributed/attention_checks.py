@@ -499,6 +499,12 @@ def an_error_on_one_rank_is_an_error_on_all(rank, world, folder):
     batch = [x[: 1 + (rank != 1)] for x in local]
     with pytest.raises(bsk.InvalidInput, match="rank 1 has other arguments"):
         bsk.distributed.attention(*batch, plan=plan)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    side = 1 if rank == 1 else 2
+    placed = [DTensor.from_local(x, mesh, [Shard(side)], run_check=False) for x in local]
+    expected = "are placed otherwise" if rank == 1 else "rank 1 has failed; .* placed otherwise"
+    with pytest.raises(bsk.BskError, match=expected):
+        bsk.distributed.attention(*placed, plan=plan, method="needed")
     shorter = [x[:, :, : x.shape[2] - (rank == 1)] for x in local]
     with pytest.raises(bsk.InvalidInput, match="tokens on rank 1, as the plan says"):
         bsk.distributed.attention(*shorter, plan=plan)

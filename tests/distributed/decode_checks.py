@@ -148,6 +148,10 @@ def a_wrong_part_on_one_rank_is_an_error_on_all(rank, world, folder):
         "q requires a gradient": {"q": q.clone().requires_grad_()},
         "impl is unknown": {"impl": "fast"},
     }
+    most = k.shape[2]
+    wrong[rf"cache_seqlens\[1\] is out of range; expected 0 to {most}"] = {
+        "cache_seqlens": torch.tensor([1, most + 1, 0], dtype=torch.int32)
+    }
     for problem, changes in wrong.items():
         own = {**given, **changes} if rank == 1 else given
         with pytest.raises(bsk.BskError, match=problem if rank == 1 else "rank 1 has failed"):

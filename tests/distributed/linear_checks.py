@@ -322,6 +322,29 @@ def other_patterns_are_refused_or_loaded(rank, world, folder):
 
 
 @check
+def a_wrong_layer_on_one_rank_is_an_error_on_all(rank, world, folder):
+    mesh = dist.init_device_mesh("cpu", (world,))
+    layer = BSRLinear(64, 64, (16, 16))
+    expected = "rank 1 has failed; expected valid arguments on all ranks"
+    wrong = {
+        "module has a wrong type": (nn.Linear(64, 64), RowwiseBSR()),
+        "activation cannot be computed": (
+            BSRLinear(64, 64, (16, 16), activation="relu"),
+            RowwiseBSR(),
+        ),
+        "split does not fit the layer": (
+            layer,
+            RowwiseBSR(FeatureSplit.contiguous(128 * world, 16, world)),
+        ),
+    }
+    for problem, (module, style) in wrong.items():
+        given = (module, style) if rank == 1 else (layer, RowwiseBSR())
+        with pytest.raises(bsk.BskError, match=problem if rank == 1 else expected):
+            parallelize_module(given[0], mesh, given[1])
+        assert type(layer) is BSRLinear
+
+
+@check
 def styles_refuse_what_does_not_fit(rank, world, folder):
     mesh = dist.init_device_mesh("cpu", (world,))
     layer = BSRLinear(48, 96 + 16, (16, 16))

@@ -132,6 +132,50 @@ def test_update_after_an_append():
     assert torch.equal(again.low, fresh.low) and torch.equal(again.high, fresh.high)
 
 
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+@pytest.mark.parametrize("update", [False, True])
+def test_sequences_that_hold_different_numbers_of_tokens_of_a_page(update, impl):
+    """Which of its summaries stayed was a matter of chance."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+    k_cache = torch.arange(12.0).view(3, 4, 1, 1)
+    table = torch.tensor([[2, 1], [2, 1]], dtype=torch.int32)
+
+    def where(*lengths, rows=slice(None)):
+        return {
+            "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
+            "page_table": table[rows],
+            "impl": impl,
+        }
+
+    made = bsk.page_summaries(k_cache, **where(7, 7))
+    assert made.high.flatten().tolist() == [0, 6, 11]
+    given = {"out": made, "new_tokens": 1} if update else {}
+    match = r"page_table\[1, 1\] shares page 1 .*; expected 3 tokens of that page, or a c.*, got 1"
+    with pytest.raises(bsk.InvalidInput, match=match):
+        bsk.page_summaries(k_cache, **where(7, 5), **given)
+    # a sequence that ends before the page does not hold it, and whole pages are shared as they are
+    alone = bsk.page_summaries(k_cache, **where(7, 4), **given)
+    assert alone.high.flatten().tolist() == [0, 6, 11]
+    # the longer one last, whose summary covers the keys of both
+    bsk.page_summaries(k_cache, **where(5, rows=slice(1)), out=made)
+    assert made.high.flatten().tolist() == [0, 4, 11]
+    bsk.page_summaries(k_cache, **where(7, rows=slice(1)), out=made)
+    assert made.high.flatten().tolist() == [0, 6, 11]
+
+
+def test_pages_that_an_update_leaves_alone_may_differ():
+    k_cache = torch.arange(12.0).view(3, 4, 1, 1)
+    table = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
+    lengths = torch.tensor([6, 5], dtype=torch.int32)
+    where = {"cache_seqlens": lengths, "page_table": table}
+    with pytest.raises(bsk.InvalidInput, match=r"page_table\[0, 1\] shares page 1 .* 4 tokens"):
+        bsk.page_summaries(k_cache, **where)
+    out = bsk.page_summaries(k_cache, cache_seqlens=lengths[:1], page_table=table[:1])
+    bsk.page_summaries(k_cache, **where, out=out, new_tokens=1)
+    assert out.high.flatten().tolist() == [3, 5, 8]
+
+
 def test_full_selection_is_dense_decoding():
     cache, where = paged()
     q = inputs.normal(2, 4, 1, 8, seed=1)

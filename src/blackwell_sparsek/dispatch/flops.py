@@ -2,10 +2,12 @@
 
 A multiplication and an addition count as two operations, as in torch: attention has 2 (D + Dv) for
 each pair of a query and a key in its forward pass and 2 (3 D + 2 Dv) in its backward pass, and a
-block-sparse product counts its stored blocks. Unlike torch, these formulas count only the pairs
-that remain after causal masks, windows, lengths and block masks; the bits of partial blocks and key
-gates make no difference. Reading lengths and lists waits for the device. Those of fake and meta
-tensors cannot be read, and count as the maximum lengths and as a full mask.
+block-sparse product counts its stored blocks. The scores that choose keys have 2 D for each index
+head and visible key, those that choose pages 4 D for each query and page. Unlike torch, these
+formulas count only the pairs that remain after causal masks, windows, lengths, lists of keys and
+block masks; the bits of partial blocks and gates make no difference. Reading lengths and lists
+waits for the device. Those of fake and meta tensors cannot be read, and count as the maximum
+lengths and as a full mask.
 """
 
 import functools
@@ -92,6 +94,66 @@ def _cached_flops(given: Arguments) -> int:
     return 2 * pairs * heads * (q.shape[-1] + v.shape[-1])
 
 
+def _sparse_flops(given: Arguments) -> int:
+    return 2 * _sparse_pairs(given) * (given["q"].shape[-1] + given["v"].shape[-1])
+
+
+def _sparse_backward_flops(given: Arguments) -> int:
+    return 2 * _sparse_pairs(given) * (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
+
+
+def _sparse_pairs(given: Arguments) -> int:
+    """Pairs of a query and a key that it chose or that is near, each once; of all heads."""
+    q, ids, counts = given["q"], given["ids"], given["counts"]
+    granularity, _, max_q, max_k = given["sizes"]
+    cu_q, cu_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    q_lens, kv_lens = (
+        _lengths(cu_q, batch, max_q),
+        _lengths(cu_k, batch, max_k, given["cache_seqlens"]),
+    )
+    # [B, 1, Tq], or one row of packed tokens
+    owner = torch.arange(batch).repeat_interleave(q_lens)
+    starts = (q_lens.cumsum(0) - q_lens)[owner]
+    position = torch.arange(owner.shape[0]) - starts + (kv_lens - q_lens)[owner]
+    rows = (1, 1, -1) if cu_q is not None else (batch, 1, max_q)
+    position, kv_len = position.view(rows), kv_lens[owner].view(rows)
+    end = (position + given["limit"] + 1).clamp(min=0).minimum(kv_len)
+    near_first = near_end = torch.zeros_like(end)
+    if given["local"]:
+        left, right = given["local"]
+        near_end = (position + right + 1).clamp(min=0).minimum(end)
+        near_first = (position - left).clamp(min=0).minimum(near_end)
+    near = near_end - near_first
+    if not (_is_readable(ids) and _is_readable(counts)):
+        chosen = (ids.shape[3] * granularity + near).minimum(end)
+        return _sum(chosen.expand(-1, ids.shape[1], -1)) * q.shape[1] // max(ids.shape[1], 1)
+    first = ids.cpu().long()[:, :, : end.shape[2]] * granularity
+    listed = torch.arange(ids.shape[3]) < counts.cpu()[:, :, : end.shape[2], None]
+    last = (first + granularity).minimum(end.unsqueeze(-1))
+    both = last.minimum(near_end.unsqueeze(-1)) - first.maximum(near_first.unsqueeze(-1))
+    own = (last - first).clamp(min=0) - both.clamp(min=0)
+    pairs = _sum(own * listed) + _sum(near.expand(-1, ids.shape[1], -1))
+    return pairs * q.shape[1] // max(ids.shape[1], 1)
+
+
+def _select_flops(given: Arguments) -> int:
+    """Scores of every visible key; which entries are chosen makes no difference."""
+    q, sk = given["q_index"], given["k_index"].shape[2]
+    batch, heads, sq, dim = q.shape
+    band = (sk + sq, 0 if given["causal"] else sk + sq)
+    return 2 * dim * batch * heads * _sum(_pairs(band, sk - sq, 0, sq, 0, sk))
+
+
+def _topk_flops(given: Arguments) -> int:
+    """Products of the queries with the smallest and the largest keys of each page in use."""
+    q, low, table, size = given["q"], given["low"], given["page_table"], given["page_size"]
+    columns = low.shape[1] if table is None else table.shape[1]
+    lengths = _lengths(None, q.shape[0], columns * size, given["cache_seqlens"])
+    pages = (-(-lengths.clamp(min=0) // size)).clamp(max=columns)
+    return 4 * q.shape[-1] * q.shape[1] * q.shape[2] * _sum(pages)
+
+
 def _pairs(band: Any, shift: Any, r0: Any, r1: Any, c0: Any, c1: Any) -> torch.Tensor:
     """Pairs of rows r0 .. r1 and columns c0 .. c1 with `-left <= column - row - shift <= right`."""
     r0, r1, c0, c1 = (torch.as_tensor(x) for x in (r0, r1, c0, c1))
@@ -155,10 +217,15 @@ def _pair_flops(given: Arguments) -> int:
 
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
     **dict.fromkeys(
-        ("attn_fwd", "attn_fwd_into", "attn_fwd_fp8", "gated_attn_fwd"), _attention_flops
+        ("attn_fwd", "attn_fwd_into", "attn_fwd_fp8", "fp8_attention", "gated_attn_fwd"),
+        _attention_flops,
     ),
     **dict.fromkeys(("attn_bwd", "gated_attn_bwd"), _backward_flops),
     **dict.fromkeys(("attn_decode", "attn_decode_into", "attn_ragged"), _cached_flops),
+    "sparse_attn_fwd": _sparse_flops,
+    "sparse_attn_bwd": _sparse_backward_flops,
+    "select_keys": _select_flops,
+    "topk_pages": _topk_flops,
     **dict.fromkeys(("bsr_matmul", "bsr_matmul_fp8"), _product_flops),
     "bsr_sddmm": _sampled_flops,
     "bsr_pair_products": _pair_flops,

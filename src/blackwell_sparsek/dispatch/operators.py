@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..core.checks import check_derivatives
+from ..core.checks import check_derivatives, is_differentiated_by_func
+from ..core.errors import Unsupported
 
 # Defining operators in the namespace `bsk`.
 #
@@ -44,6 +45,47 @@ def define_autograd(name: str, setup: Callable[..., None], backward: Callable[..
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_LIBRARY
     )
+
+
+def transformable(
+    op: Operator, setup: Callable[..., None], backward: Callable[..., Any]
+) -> Operator:
+    """`op`, also for gradients that `torch.func` asks for: it ignores the derivatives of operators.
+
+    `setup` and `backward` are those of `define_autograd`. Derivatives of derivatives exist if
+    `backward` calls what this returns.
+    """
+
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            made = backward(ctx, *gradients)
+            # an operator has a gradient for each tensor of a list, a function one for the list
+            return tuple(None if isinstance(x, list) else x for x in made)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise Unsupported(
+                f"{op._schema.name.partition('::')[2]}: no forward-mode derivative, which "
+                "torch.func.hessian and jacfwd ask for; use torch.func.jacrev"
+            )
+
+    def call(*args: Any) -> Any:
+        if is_differentiated_by_func(*_tensors(args)):
+            return Transformed.apply(*args)
+        return op(*args)
+
+    return call
 
 
 def without_tangents(name: str, impl: Callable[..., Any]) -> Callable[..., Any]:

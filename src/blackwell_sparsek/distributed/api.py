@@ -25,7 +25,7 @@ from ..core.checks import (
     message,
 )
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.errors import BskError, InvalidInput, InvalidType, Unsupported
 from ..core.torch_private import untraced
 from ..core.torch_state import is_explaining
 from ..masks.band import Band, band_of
@@ -399,6 +399,24 @@ def _check_plan(plan: Any, members: Members, method: str, q: torch.Tensor) -> No
 def _of_dtensors(
     q: Any, k: Any, v: Any, mesh: Any, group: Any, method: str, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    of_mesh = q.device_mesh
+    try:
+        method = _method_of_dtensors(q, k, v, mesh, group, method)
+    except BskError as error:
+        # with a plan, `explain` is asked by one rank alone
+        alone = is_explaining() and isinstance(options["plan"], Plan)
+        if of_mesh.ndim == 1 and not alone:
+            members = members_of(OP, of_mesh, None)
+            agree_once(OP, members, None, str, error)
+        raise
+    local = (x.to_local() for x in (q, k, v))
+    out, lse = attention(*local, mesh=of_mesh, method=method, return_lse=True, **options)
+    shape = torch.Size((*q.shape[:3], v.shape[3]))
+    return _placed(out, q, shape), _placed(lse, q, q.shape[:3])
+
+
+def _method_of_dtensors(q: Any, k: Any, v: Any, mesh: Any, group: Any, method: str) -> str:
+    """The method, "heads" where `auto` finds whole sequences; raises for other placements."""
     if not all(isinstance(x, DTensor) for x in (k, v)):
         got = ", ".join(type(x).__name__ for x in (q, k, v))
         raise InvalidType(message(OP, "q/k/v", "are of different kinds", "all DTensors", got))
@@ -415,10 +433,7 @@ def _of_dtensors(
         expected = "Shard(2) on a mesh of one dimension, or Shard(1) for the method heads"
         got = f"{placements} on {of_mesh.ndim} dimensions, method {method!r}"
         raise Unsupported(message(OP, "q/k/v", "are placed otherwise", expected, got))
-    local = (x.to_local() for x in (q, k, v))
-    out, lse = attention(*local, mesh=of_mesh, method=method, return_lse=True, **options)
-    shape = torch.Size((*q.shape[:3], v.shape[3]))
-    return _placed(out, q, shape), _placed(lse, q, q.shape[:3])
+    return method
 
 
 def _placed(x: torch.Tensor, like: DTensor, shape: torch.Size) -> DTensor:

@@ -10,7 +10,13 @@ from ..core.checks import check_choice, check_rank, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.api import attention_decode as decode_local
-from ..decode.inputs import autocast_queries, decode_call, refuse_gradients
+from ..decode.inputs import (
+    autocast_queries,
+    check_decode_values,
+    decode_call,
+    refuse_gradients,
+)
+from ..decode.op import decode_dispatch
 from .collectives import gather_parts
 from .group import Members, agree_once, check_same, members_of
 from .sequence import with_sinks
@@ -213,6 +219,10 @@ class _Local(NamedTuple):
             **options,
         )
         refuse_gradients(OP, call)
+        chosen = decode_dispatch.choose(self.options["impl"], call.problem)
+        if chosen is not None and chosen.name in ("eager", "reference"):
+            # these read lengths and pages anyway
+            check_decode_values(OP, call)
 
     @property
     def _heads(self) -> slice:

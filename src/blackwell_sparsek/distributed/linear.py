@@ -33,7 +33,7 @@ from ..nn.bsr_weight import KEYS, check_state, is_strict, other_pattern
 from ..sparse.matrix import BSRMatrix
 from ..sparse.pattern import BSRPattern
 from ..sparse.validate import VALUE_DTYPES
-from .group import agree, check_same, members_of, talking_device
+from .group import Members, agree, check_same, members_of, talking_device
 from .plan import _longest_first
 
 SIDES = ("rows", "columns")
@@ -497,6 +497,31 @@ class _Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         op = type(self).__name__
+        members = members_of(op, device_mesh, None)
+        split: FeatureSplit | None = None
+        failure: Exception | None = None
+        try:
+            split = self._split_of(module, device_mesh.size())
+        except Exception as error:
+            failure = error
+        pattern, values, bias = _of_first_rank(op, module, members, failure)
+        assert split is not None
+        parts = _Parts(pattern, split, self._side)
+        local = parts.pattern_of(device_mesh.get_local_rank())
+        module.__class__ = ParallelBSRLinear
+        assert isinstance(module, ParallelBSRLinear)
+        module._mesh, module._parts = device_mesh, parts
+        module._input_layout, module._output_layout = self.input_layouts, self.output_layouts
+        module._local_output = self.use_local_output
+        module._shape = local.shape
+        module.out_features, module.in_features = local.shape
+        module._set_pattern(local)
+        module._take(values, bias, new=True)
+        return module
+
+    def _split_of(self, module: nn.Module, ranks: int) -> FeatureSplit:
+        """The split of a layer; raises for layers that this style does not take."""
+        op = type(self).__name__
         if type(module) is not BSRLinear:
             got = type(module).__name__
             raise InvalidType(message(op, "module", "has a wrong type", "BSRLinear", got))
@@ -511,35 +536,29 @@ class _Style(ParallelStyle):
         features, block = module._shape[axis], module.block_shape[axis]
         split = self.split
         if split is None:
-            split = FeatureSplit.contiguous(features, block, device_mesh.size())
-        if (split.total, split.world_size) != (features, device_mesh.size()) or split.unit % block:
-            expected = f"{features} features on {device_mesh.size()} ranks in blocks of {block}"
+            split = FeatureSplit.contiguous(features, block, ranks)
+        if (split.total, split.world_size) != (features, ranks) or split.unit % block:
+            expected = f"{features} features on {ranks} ranks in blocks of {block}"
             got = f"{split.total} on {split.world_size} in units of {split.unit}"
             raise InvalidInput(message(op, "split", "does not fit the layer", expected, got))
-        pattern, values, bias = _of_first_rank(op, module, device_mesh)
-        parts = _Parts(pattern, split, self._side)
-        local = parts.pattern_of(device_mesh.get_local_rank())
-        module.__class__ = ParallelBSRLinear
-        assert isinstance(module, ParallelBSRLinear)
-        module._mesh, module._parts = device_mesh, parts
-        module._input_layout, module._output_layout = self.input_layouts, self.output_layouts
-        module._local_output = self.use_local_output
-        module._shape = local.shape
-        module.out_features, module.in_features = local.shape
-        module._set_pattern(local)
-        module._take(values, bias, new=True)
-        return module
+        return split
 
 
 def _of_first_rank(
-    op: str, module: BSRLinear, mesh: DeviceMesh
+    op: str, module: nn.Module, members: Members, failure: Exception | None
 ) -> tuple[BSRPattern, torch.Tensor, torch.Tensor | None]:
-    """Pattern, values and bias of the first rank of a mesh, as torch's own styles take them."""
-    members = members_of(op, mesh, None)
+    """Pattern, values and bias of the first rank, as torch's own styles take them.
+
+    Raises on every rank if the layers differ, or if one of them has failed before.
+    """
+    text = ""
+    if failure is None:
+        assert isinstance(module, BSRLinear)
+        sizes = (module._shape, module.block_shape, module.nnz_blocks, module.bias is not None)
+        text = f"(shape, block, blocks, bias) {sizes} in {module.values.dtype}"
+    check_same(op, agree(op, members, text, failure, talking_device(members)))
+    assert isinstance(module, BSRLinear)
     bias = module.bias
-    sizes = (module._shape, module.block_shape, module.nnz_blocks, bias is not None)
-    text = f"(shape, block, blocks, bias) {sizes} in {module.values.dtype}"
-    check_same(op, agree(op, members, text, None, talking_device(members)))
     tensors = [module.values.detach().clone(), module.indptr.clone(), module.indices.clone()]
     if bias is not None:
         tensors.append(bias.detach().clone())

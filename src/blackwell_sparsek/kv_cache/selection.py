@@ -101,7 +101,9 @@ def page_summaries(
     Compute them once after a prompt, and update them after each append with `out` and
     `new_tokens`. Neither waits for the device, so a CUDA graph may capture the update. Sequences
     that share a page must hold equally many of its tokens: after `fork`, a sequence that was
-    truncated within a shared page belongs in a call of its own, before that of the others.
+    truncated within a shared page belongs in a call of its own, before that of the others. This is
+    checked on the CPU; on a GPU, which would have to be waited for, the page gets the summary of
+    one of the sequences.
 
     Parameters
     ----------
@@ -358,6 +360,33 @@ def _check_pair(op: str, arg: str, summaries: PageSummaries) -> None:
         raise InvalidInput(message(op, f"{arg}.high", "has other strides", expected, got))
 
 
+def _check_shared_pages(op: str, call: SummariesCall, page_table: torch.Tensor) -> None:
+    """Raise if sequences hold different numbers of tokens of a page whose summary is written.
+
+    There would be several summaries of the page, and which of them stays a matter of chance.
+    """
+    columns, size = page_table.shape[1], call.page_size
+    length = call.cache_seqlens.clamp(0, columns * size).long().view(-1, 1)
+    first = torch.arange(columns, device="cpu") * size
+    written = (page_table >= 0) & (page_table < call.k_cache.shape[0]) & (first < length)
+    if call.new_tokens is not None:
+        written &= first + size > length - call.new_tokens
+    held = (length - first).clamp(max=size)[written]
+    pages = page_table[written].long()
+    most = torch.zeros(call.k_cache.shape[0], dtype=torch.long, device="cpu")
+    most.scatter_reduce_(0, pages, held, "amax")
+    fewer = (held < most[pages]).nonzero()
+    if len(fewer) == 0:
+        return
+    entry = int(fewer[0])
+    b, column = (int(x) for x in written.nonzero()[entry])
+    page = int(pages[entry])
+    problem = f"shares page {page} with a sequence that holds more tokens of it"
+    expected = f"{int(most[page])} tokens of that page, or a call of its own before this one"
+    arg = f"page_table[{b}, {column}]"
+    raise InvalidInput(message(op, arg, problem, expected, int(held[entry])))
+
+
 def summaries_eager(call: SummariesCall) -> None:
     """Write the summaries of the pages with the last `new_tokens` tokens; of all pages if None."""
     low, k_cache, page_table = call.low, call.k_cache, call.page_table
@@ -490,6 +519,8 @@ def _choose(call: TopkCall, impl: str) -> tuple[torch.Tensor]:
 def _page_summaries(*args: Any) -> None:
     *asked, impl = args
     call = SummariesCall(*asked)
+    if call.page_table is not None and call.low.device.type == "cpu":
+        _check_shared_pages("page_summaries", call, call.page_table)
     with without_autocast(call.low.device), torch.no_grad():
         summaries_dispatch.run(impl, call)
 

@@ -8,11 +8,12 @@ from ..calls.fp8 import Quantized
 from ..calls.matmul import PairProductsCall, SddmmCall, pattern_tensors
 from ..core.checks import (
     check_choice,
-    check_derivatives,
     check_same_device,
     check_same_dtype,
     check_shape,
+    check_tangent,
     message,
+    wants_gradient,
 )
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
@@ -20,7 +21,7 @@ from ..core.torch_state import cast_operand
 from ..sparse.matrix import BSRMatrix, BSRPattern, install_matmul
 from ..sparse.product import product_pattern
 from ..sparse.validate import zero_padding
-from . import autograd as _derivatives  # noqa: F401
+from .autograd import multiply_pairs, sample
 from .fp8_inputs import fp8_product, is_fp8_product
 from .inputs import (
     Options,
@@ -29,9 +30,7 @@ from .inputs import (
     check_options,
     check_out_dtype,
     check_readable,
-    needs_grad,
 )
-from .op import bsr_pair_products, bsr_sddmm
 from .products import replayed_product
 from .training import trained_product, trains
 
@@ -129,12 +128,13 @@ def matmul(
 
     Notes
     -----
-    Both operands, bias and residual have gradients. That of a BSRMatrix is computed at its
-    stored blocks only and accumulates in its `storage`. The product of two BSRMatrix synchronizes
-    with the device to find out which blocks the result has, and the eager implementation on a GPU
-    does so once per pattern; nothing else does. Products in fp8 have no
-    gradients; `BSRMatrix.to_fp8` makes the matrix, and `bsk.fp8.matmul` also quantizes the
-    activations.
+    Both operands, bias and residual have gradients of any order, also by `torch.func` (`grad`,
+    `vjp`, `jacrev`, `vmap`) outside of `torch.compile`; forward mode (`jvp`, `hessian`) is refused.
+    The gradient of a BSRMatrix is computed at its stored blocks only and accumulates in its
+    `storage`. The product of two BSRMatrix synchronizes with the device to find out which blocks
+    the result has, and the eager implementation on a GPU does so once per pattern; nothing else
+    does. Products in fp8 have no gradients; `BSRMatrix.to_fp8` makes the matrix, and
+    `bsk.fp8.matmul` also quantizes the activations.
 
     `w @ x` and `x @ w` call this function. Inside `torch.compile` call the function:
     dynamo (torch 2.13) does not trace the operator `@` between a tensor and another object.
@@ -170,7 +170,7 @@ def matmul(
 
 def _without_padding_grad(matrix: BSRMatrix, values: torch.Tensor) -> torch.Tensor:
     """`values`, but no gradient reaches the padding of edge blocks."""
-    if not needs_grad(values):
+    if not (torch.is_grad_enabled() and wants_gradient(values)):
         return values
     pattern = matrix.pattern
     return zero_padding(values, pattern.shape, pattern.row_indices(), pattern.indices)
@@ -204,7 +204,7 @@ def _sparse_sparse(
             problem = "is in fp8, which products of two block-sparse operands do not take"
             raise InvalidInput(message(op, arg, problem, expected, matrix.dtype))
         check_blocks(op, arg, matrix)
-        check_derivatives(op, arg, matrix.storage)
+        check_tangent(op, arg, matrix.storage)
     first, second = cast_operand(a.storage), cast_operand(b.storage)
     check_same_dtype(op, {"a": first, "b": second})
     check_same_device(op, {"a": first, "b": second})
@@ -217,7 +217,7 @@ def _sparse_sparse(
         second_transposed=b.is_transposed,
         out_dtype=out_dtype,
     )
-    values = bsr_pair_products(*call.arguments, impl)
+    values = multiply_pairs(*call.arguments, impl)
     values = zero_padding(values, pattern.shape, pattern.row_indices(), pattern.indices)
     return BSRMatrix._from_parts(pattern, values)
 
@@ -290,7 +290,7 @@ def sddmm(
     check_readable(op, "b", b)
     tensors = pattern_tensors(pattern.tensors())
     call = SddmmCall(a, b, tensors, pattern.shape, pattern.block_shape, out_dtype)
-    values = bsr_sddmm(*call.arguments, impl)
+    values = sample(*call.arguments, impl)
     return BSRMatrix._from_parts(pattern, values)
 
 

@@ -1,10 +1,12 @@
 """Derivatives of the block-sparse operators, in terms of the same operators.
 
 The derivative of each product is again a product with the pattern's transposed metadata, a sampled
-product, or a product of pairs with permuted roles, so derivatives of any order exist.
+product, or a product of pairs with permuted roles, so derivatives of any order exist. `multiply`,
+`sample` and `multiply_pairs` are the operators with derivatives for `torch.func` as well.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from ..calls.matmul import (
     pattern_tensors,
 )
 from ..core.activations import activation_grad
-from ..dispatch.operators import define_autograd
+from ..dispatch.operators import define_autograd, transformable
 from ..sparse.pattern import rows_of_entries
 from ..sparse.product import PairLists
 from ..sparse.validate import zero_padding
@@ -57,11 +59,13 @@ class Product(NamedTuple):
     residual_dtype: torch.dtype | None
 
 
-def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _matmul_setup(
+    ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor, *, keep_all: bool = False
+) -> None:
     *arguments, impl = inputs
     call = MatmulCall(*arguments)
     values, dense = call.values, call.dense
-    again = call.activation is not None
+    again = call.activation is not None or keep_all
     ctx.save_for_backward(
         values if again or dense.requires_grad else None,
         # Activations dominate memory in training: keep them only for the gradient of values.
@@ -146,16 +150,16 @@ def product_gradients(
             shape, transposed = product.shape, product.transposed
             layer = MatmulCall(values, pattern, shape, transposed, dense, dense_left, bias)
             layer = replace(layer, out_dtype=_wider(grad.dtype))
-            pre = bsr_matmul(*layer.arguments, impl)
+            pre = multiply(*layer.arguments, impl)
         grad = activation_grad(grad, pre, product.activation)
     grad = grad if d_pre is None else grad + d_pre
     if needs.bias:
         d_bias = bias_gradient(product, grad)
     grad = readable(grad, product.values_dtype)
     if needs.dense:
-        d_dense = bsr_matmul(*gradient_of_dense(product, values, pattern, grad).arguments, impl)
+        d_dense = multiply(*gradient_of_dense(product, values, pattern, grad).arguments, impl)
     if needs.values:
-        d_values = bsr_sddmm(*gradient_of_values(product, dense, pattern, grad).arguments, impl)
+        d_values = sample(*gradient_of_values(product, dense, pattern, grad).arguments, impl)
     return ProductGradients(d_values, d_dense, d_bias, d_residual)
 
 
@@ -202,10 +206,10 @@ def _sddmm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     needs_a, needs_b, *_ = ctx.needs_input_grad
     if needs_a:
         left = MatmulCall(grad, pattern, shape, False, b.mT, False, out_dtype=a.dtype)
-        da = bsr_matmul(*left.arguments, impl)
+        da = multiply(*left.arguments, impl)
     if needs_b:
         right = MatmulCall(grad, pattern, shape, False, a.mT, True, out_dtype=b.dtype)
-        db = bsr_matmul(*right.arguments, impl)
+        db = multiply(*right.arguments, impl)
     return da, db, [None] * len(pattern), None, None, None, None
 
 
@@ -230,7 +234,7 @@ def _pairs_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             call = PairProductsCall(second, grad, roles.swapped(), ts, True, dtype)
         else:
             call = PairProductsCall(grad, second, roles, False, not ts, dtype)
-        d_first = bsr_pair_products(*call.arguments, impl)
+        d_first = multiply_pairs(*call.arguments, impl)
     if needs_second:
         # dS = op(F)^T G, or its transpose G^T op(F).
         roles, dtype = pairs.solve_second(), second.dtype
@@ -238,10 +242,14 @@ def _pairs_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             call = PairProductsCall(grad, first, roles.swapped(), True, tf, dtype)
         else:
             call = PairProductsCall(first, grad, roles, not tf, False, dtype)
-        d_second = bsr_pair_products(*call.arguments, impl)
+        d_second = multiply_pairs(*call.arguments, impl)
     return d_first, d_second, [None] * len(pairs), None, None, None, None
 
 
+# inside of a transform, tensors may not tell whether they have a gradient
+multiply = transformable(bsr_matmul, partial(_matmul_setup, keep_all=True), _matmul_backward)
+sample = transformable(bsr_sddmm, _sddmm_setup, _sddmm_backward)
+multiply_pairs = transformable(bsr_pair_products, _pairs_setup, _pairs_backward)
 define_autograd("bsr_matmul", _matmul_setup, _matmul_backward)
 define_autograd("bsr_sddmm", _sddmm_setup, _sddmm_backward)
 define_autograd("bsr_pair_products", _pairs_setup, _pairs_backward)

@@ -7,10 +7,10 @@ import torch
 from ..core.activations import ACTIVATIONS
 from ..core.checks import (
     check_choice,
-    check_derivatives,
     check_dtype,
     check_same_device,
     check_shape,
+    check_tangent,
     check_tensor,
     message,
 )
@@ -53,7 +53,7 @@ def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
 def check_operand(op: str, arg: str, x: Any) -> None:
     """Check that an operand is a tensor that products take."""
     check_tensor(op, arg, x)
-    check_derivatives(op, arg, x)
+    check_tangent(op, arg, x)
     check_dtype(op, arg, x, VALUE_DTYPES)
 
 
@@ -94,7 +94,7 @@ def check_extra(
 ) -> None:
     """Check a bias or a residual."""
     check_tensor(op, arg, x)
-    check_derivatives(op, arg, x)
+    check_tangent(op, arg, x)
     check_shape(op, arg, x, shape)
     check_dtype(op, arg, x, tuple(dict.fromkeys((dense.dtype, out_dtype, torch.float32))))
     check_same_device(op, {arg: x, "the operands": dense})

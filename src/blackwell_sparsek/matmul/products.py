@@ -7,11 +7,12 @@ import torch
 
 from ..calls.matmul import MatmulCall, PatternTensors, pattern_tensors
 from ..core.activations import activate
-from ..core.checks import check_derivatives, check_same_device, check_same_dtype, message
+from ..core.checks import check_same_device, check_same_dtype, check_tangent, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import cast_operand
 from ..launch.replay import described, kept, record
 from ..sparse.matrix import BSRMatrix
+from .autograd import multiply
 from .choice import matmul_dispatch
 from .dense import matmul as multiply_densely
 from .inputs import (
@@ -23,7 +24,6 @@ from .inputs import (
     check_readable,
     needs_grad,
 )
-from .op import bsr_matmul
 
 
 def replayed_product(
@@ -98,7 +98,7 @@ def _computed(*given: Any) -> tuple[torch.Tensor]:
     """Check and compute a product of a sparse and a dense operand."""
     call, is_vector, activation, residual = _checked(*given)
     options: Options = given[-1]
-    out: torch.Tensor = bsr_matmul(*call.arguments, options.impl)
+    out: torch.Tensor = multiply(*call.arguments, options.impl)
     if activation is not None:
         out = activate(out, activation)
         if residual is not None:
@@ -128,7 +128,7 @@ def _checked(
     if dense.dim() == 0:
         raise InvalidInput(message(op, dense_arg, "has a wrong rank", "1 or more dimensions", []))
     check_blocks(op, sparse_arg, sparse)
-    check_derivatives(op, sparse_arg, sparse.storage)
+    check_tangent(op, sparse_arg, sparse.storage)
     storage, dense = cast_operand(sparse.storage), cast_operand(dense)
     is_vector = dense.dim() == 1
     vector_dim = 0 if dense_left else 1

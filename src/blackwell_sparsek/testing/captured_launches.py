@@ -5,9 +5,10 @@ and its options. Nothing is compiled or run, and no GPU is needed.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,8 +19,9 @@ from ..launch import launcher
 from ..launch.descriptors import Descriptor, descriptor_type
 from .compile_cases import CompileCase
 
-# An H200, except for the compute capability: launchers ask how many programs fill the GPU.
-_GPU = arch.Arch("cuda", 90, 132, 232448, False)
+# An H200; launchers ask how many programs fill the GPU.
+_H200 = arch.Arch("cuda", 90, 132, 232448, False)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class Launch(NamedTuple):
@@ -31,28 +33,44 @@ class Launch(NamedTuple):
 
 
 @contextmanager
+def launches_taken_by(
+    take: Callable[..., None],
+    sm: int,
+    *,
+    processors: int = _H200.num_sms,
+    answers: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> Iterator[None]:
+    """Hand launches to `take`, with the arguments of `launcher.launch_kernel`.
+
+    To launchers, every device looks like a GPU of compute capability `sm` with `processors`
+    multiprocessors. `answers` replaces further functions that host code asks.
+    """
+    gpu = replace(_H200, sm=sm, num_sms=processors)
+    replaced = {arch.arch_of: lambda device: gpu, **(answers or {})}
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(launcher, "launch_kernel", take))
+        for module in list(sys.modules.values()):
+            if not getattr(module, "__name__", "").startswith("blackwell_sparsek"):
+                continue
+            # modules import these functions by name, so each of them needs the patch
+            for name, value in list(vars(module).items()):
+                if isinstance(value, _FUNCTIONS) and value in replaced:
+                    patches.enter_context(mock.patch.object(module, name, replaced[value]))
+        yield
+
+
+@contextmanager
 def captured_launches(sm: int = 90) -> Iterator[list[Launch]]:
     """Record launches of Triton and Gluon kernels in the list, without making them.
 
-    To launchers, every device looks like a GPU of compute capability `sm`.
+    To launchers, every device looks like an H200, except for its compute capability `sm`.
     """
     launches: list[Launch] = []
 
     def note(kernel: Any, grid: int, args: Any, cluster: int, options: dict[str, Any]) -> None:
         launches.append(Launch(kernel, tuple(args), options))
 
-    gpu = replace(_GPU, sm=sm)
-    # modules import `arch_of` by name, so each needs the patch; a module that loads its names when
-    # asked for them would fail here if one of its packages is missing
-    modules = [
-        module
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get("arch_of") is arch.arch_of
-    ]
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(launcher, "launch_kernel", note))
-        for module in modules:
-            patches.enter_context(mock.patch.object(module, "arch_of", lambda device: gpu))
+    with launches_taken_by(note, sm):
         yield launches
 
 

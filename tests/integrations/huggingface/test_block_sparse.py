@@ -332,17 +332,6 @@ class TestErrors:
         with pytest.raises(InvalidInput, match="name means something else to transformers"):
             register(name=name)
 
-    def test_a_ready_mask(self, make_model, long_ids):
-        model = make_model()
-        model.set_attn_implementation(register(FIXED["sinks"], name="sparse"))
-        mask = torch.ones(2, 1, LENGTH, LENGTH).tril().bool()
-        # complete masks take no part in sparsity by configuration: they say all there is
-        torch.testing.assert_close(
-            model(long_ids, attention_mask=mask).logits,
-            _with(model, register(), long_ids),
-            **TOLERANCE,
-        )
-
     def test_a_mask_function_of_the_user(self):
         q = torch.zeros(1, 2, 20, 16)
         plan = make_visible_keys(

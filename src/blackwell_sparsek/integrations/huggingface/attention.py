@@ -18,6 +18,7 @@ from ...masks.segments import every_key_block
 from .block_sparse import BlockSparse, mask_of_selection
 from .dense import dense_attention, elements, warn_once, why_dense
 from .fp8 import Fp8, attend_prompt, check_scales, decode_scales, refuse_in_fp8
+from .ready_mask import sparse_under_ready_mask
 from .visible_keys import (
     OP,
     VisibleKeys,
@@ -114,9 +115,12 @@ def attention_forward(
         plan = visible_of_user(attention_mask, query, key)
         key, value = key[:, :, : plan.kv_length], value[:, :, : plan.kv_length]
     plan.check_layer(query, key)
-    ready = block_sparse is not None and causal and isinstance(attention_mask, torch.Tensor)
-    if ready and not attentions_of(type(getattr(module, "config", None))):
-        raise Unsupported(f"{OP}: block_sparse in a model that supports eager attention alone")
+    is_ready = attention_mask is not None and not isinstance(attention_mask, VisibleKeys)
+    if block_sparse is not None and is_ready and causal:
+        if not attentions_of(type(getattr(module, "config", None))):
+            raise Unsupported(f"{OP}: block_sparse in a model that supports eager attention alone")
+        # from here on, the plan shows what the mask and the pattern both show
+        plan, block_sparse = sparse_under_ready_mask(plan, block_sparse, query, key), None
     if block_sparse is not None and plan.is_evaluated and causal:
         raise Unsupported(
             f"{OP}: block_sparse together with a mask that is evaluated element by element "

@@ -7,31 +7,25 @@ compiles what the launcher launches for sm_90, and runs the PTX. Public function
 `impl="sm90"`. Triton must not interpret kernels in this process.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from types import BuiltinFunctionType, FunctionType
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from ...core import arch, torch_private
-from ...launch import launcher
+from ...core import torch_private
 from ...launch.descriptors import Descriptor, descriptor_type
 from ...launch.parameters import MapParameters, parameters_of
 from ...launch.signature import Signature, Unaligned, pointer_type
 from ...launch.variants import _Walk
 from ...launch.workspace import made_outside_pool
-from ..captured_launches import _GPU
+from ..captured_launches import launches_taken_by
 from .hopper import TensorMap
 from .instructions import compiled
 from .machine import Machine
 from .memory import GlobalMemory
 from .program import Program, parse
-
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class _Built(NamedTuple):
@@ -67,24 +61,14 @@ def emulated_launches(
         machines.append(machine)
         machine.run(seconds)
 
-    gpu = replace(_GPU, sm=sm, num_sms=processors)
-    # what host code asks of a GPU; modules import these functions by name
+    # what host code asks of a GPU besides its architecture
     answers: dict[Any, Any] = {
-        arch.arch_of: lambda device: gpu,
         torch_private.raw_device: lambda: None,
         torch_private.raw_stream: lambda device: 0,
         made_outside_pool: lambda make, device: make(),
     }
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(launcher, "launch_kernel", run))
-        no_capture = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patches.enter_context(no_capture)
-        for module in list(sys.modules.values()):
-            if not getattr(module, "__name__", "").startswith("blackwell_sparsek"):
-                continue
-            for name, value in list(vars(module).items()):
-                if isinstance(value, _FUNCTIONS) and value in answers:
-                    patches.enter_context(mock.patch.object(module, name, answers[value]))
+    no_capture = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with no_capture, launches_taken_by(run, sm, processors=processors, answers=answers):
         yield machines
 
 

@@ -1,5 +1,6 @@
 """Products: WGMMA, mma.sync, and their operands in tiles of 8 x 8 numbers."""
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from .machine import Machine, Step, Warp, address_of, guarded, source
 from .memory import EmulatorError
 from .operands import local, shared_of
 from .program import Instruction
+from .waiting import group
 
 
 def matrix_rows(machine: Machine, instruction: Instruction) -> Step:
@@ -41,21 +43,9 @@ def matrix_rows(machine: Machine, instruction: Instruction) -> Step:
 
 def wgmma(machine: Machine, instruction: Instruction) -> Step:
     """WGMMA, its fences, groups and waits."""
-    parts = instruction.parts
-    if parts[1] == "fence":
+    if instruction.parts[1] == "fence":
         return guarded(instruction, lambda warp, mask: None)
-    if parts[1] == "commit_group":
-        return guarded(instruction, lambda warp, mask: warp.products.append([]))
-    if parts[1] == "wait_group":
-        (pending,) = instruction.operands
-
-        def wait(warp: Warp, mask: Any) -> None:
-            while len(warp.products) > pending + 1:
-                for unchanged in warp.products.pop(0):
-                    unchanged()
-
-        return guarded(instruction, wait)
-    return _product(machine, instruction)
+    return group(instruction, attrgetter("products")) or _product(machine, instruction)
 
 
 def _product(machine: Machine, instruction: Instruction) -> Step:

@@ -1,7 +1,8 @@
-"""Barriers and copies: named barriers, clusters, mbarriers, TMA and cp.async."""
+"""Barriers, groups and copies: named barriers, clusters, mbarriers, TMA and cp.async."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -130,23 +131,42 @@ def _try_wait(machine: Machine, instruction: Instruction) -> Step:
     return guarded(instruction, step)
 
 
+# Groups: of copies, of stores, of products.
+
+
+def group(instruction: Instruction, of: Callable[[Warp], list[list[Any]]]) -> Step | None:
+    """commit_group, wait_group and wait_all for what a warp keeps in groups; None for others.
+
+    `of` gives the groups, of which the last is open. What they hold is called in the wait for it
+    and not before: as late as the kernel allows.
+    """
+    parts = instruction.parts
+    if "commit_group" in parts:
+        return guarded(instruction, lambda warp, mask: of(warp).append([]))
+    if "wait_group" not in parts and "wait_all" not in parts:
+        return None
+    pending = 0 if "wait_all" in parts else instruction.operands[0]
+
+    def wait(warp: Warp, mask: Any) -> None:
+        groups = of(warp)
+        if "wait_all" in parts:
+            # for what no group has been made of as well
+            groups.append([])
+        while len(groups) > pending + 1:
+            for finish in groups.pop(0):
+                finish()
+
+    return guarded(instruction, wait)
+
+
 # Copies.
 
 
 def bulk(machine: Machine, instruction: Instruction) -> Step:
     """cp.async.bulk: copies by the TMA unit, their groups and waits."""
     parts = instruction.parts
-    if "commit_group" in parts:
-        return guarded(instruction, lambda warp, mask: warp.stores.append([]))
-    if "wait_group" in parts:
-        (pending,) = instruction.operands
-
-        def wait(warp: Warp, mask: Any) -> None:
-            while len(warp.stores) > pending + 1:
-                for store in warp.stores.pop(0):
-                    store()
-
-        return guarded(instruction, wait)
+    if grouped := group(instruction, attrgetter("stores")):
+        return grouped
     if "prefetch" in parts:
         return guarded(instruction, lambda warp, mask: None)
     if "tensor" not in parts:
@@ -264,23 +284,11 @@ def _copy_bytes(machine: Machine, instruction: Instruction) -> Step:
 
 def copy_words(machine: Machine, instruction: Instruction) -> Step:
     """cp.async of 4 to 16 bytes for each lane; the bytes arrive as late as the kernel allows."""
-    parts, operands = instruction.parts, instruction.operands
-    if "commit_group" in parts:
-        return guarded(instruction, lambda warp, mask: warp.copies.append([]))
-    if "wait_group" in parts or "wait_all" in parts:
-        pending = operands[0] if operands else 0
-
-        def wait(warp: Warp, mask: Any) -> None:
-            if "wait_all" in parts:
-                warp.copies.append([])
-            while len(warp.copies) > pending + 1:
-                for copy in warp.copies.pop(0):
-                    copy()
-
-        return guarded(instruction, wait)
-    if "mbarrier" in parts:
+    if grouped := group(instruction, attrgetter("copies")):
+        return grouped
+    if "mbarrier" in instruction.parts:
         return _arrive_after_copies(machine, instruction)
-    to, given, size, *rest = operands
+    to, given, size, *rest = instruction.operands
     where, read = address_of(machine, to), address_of(machine, given)
     filled = source(machine, rest[0] if rest else size, "b32")
 
