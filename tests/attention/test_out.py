@@ -125,6 +125,29 @@ def test_overlap_with_values():
         bsk.attention(Q, K[:, :, :37], memory[:, :2], out=memory)
 
 
+@pytest.mark.parametrize("arg", ["sinks", "alibi_slopes", "k_scale", "v_scale"])
+@pytest.mark.parametrize("over", ["decode", "varlen"])
+@pytest.mark.parametrize("wants_lse", [False, None, 1])
+def test_overlap_with_what_is_read_beside_a_cache(arg, over, wants_lse):
+    memory = torch.zeros(2, 4, 1, 16)
+    caches = torch.randn(2, 2, 2, 9, 16)
+    if "scale" in arg:
+        caches = caches.to(torch.float8_e4m3fn)
+    lengths = torch.tensor([9, 4], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "return_lse": wants_lse}
+    options |= {"k_scale": None, arg: memory.view(-1)[: 2 if "scale" in arg else 4]}
+    q, out = torch.randn(2, 4, 1, 16), memory
+    call = bsk.attention_decode
+    if over == "varlen":
+        offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+        call = partial(bsk.attention_varlen, cu_seqlens_q=offsets, max_seqlen_q=1)
+        q, out = q[:, :, 0], memory[:, :, 0]
+    with pytest.raises(bsk.InvalidInput, match=f"out overlaps {arg}"):
+        call(q, *caches, **options, out=out)
+    got = call(q, *caches, **options, out=torch.empty_like(out))
+    assert (got[0] if wants_lse else got).isfinite().all()
+
+
 @pytest.mark.parametrize("arg", ["q", "k", "v", "sinks"])
 def test_gradients_are_refused(arg):
     given = dict(zip("qkv", dense(), strict=True)) | {"sinks": torch.zeros(4)}

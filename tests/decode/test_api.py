@@ -46,6 +46,17 @@ def test_it_is_attention_over_the_keys_of_each_sequence():
         torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), exact)
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference", "triton"])
+def test_page_tables_of_64_bits(impl):
+    call = paged(window=9)
+    wide = call | {"page_table": call["page_table"].long()}
+    assert bsk.attention_decode(**wide, impl=impl).equal(bsk.attention_decode(**call, impl=impl))
+    bsk.check_decode_inputs(**wide)
+    wide["page_table"][0, 0] += 2**32
+    with pytest.raises(bsk.InvalidInput, match=r"page_table\[0, 0\] is out of range"):
+        bsk.check_decode_inputs(**wide)
+
+
 def test_generation_token_by_token_is_one_causal_call():
     q, k, v = torch.randn(3, 1, 2, 12, 16)
     whole = bsk.attention(q, k, v, causal=True)

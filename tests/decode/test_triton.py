@@ -75,6 +75,10 @@ def test_pages_give_the_bits_of_a_contiguous_cache(page_size, tile_n, across, de
     paged = dataclasses.replace(case, page_size=page_size)
     shuffled = check(paged, device, config(7, tile_n=tile_n))
     assert contiguous[0].equal(shuffled[0]) and contiguous[1].equal(shuffled[1])
+    call = paged.build(device)
+    call = dataclasses.replace(call, page_table=call.page_table.long())
+    wide = attend(call, config(7, tile_n=tile_n))
+    assert wide[0].equal(shuffled[0]) and wide[1].equal(shuffled[1])
 
 
 @pytest.mark.parametrize(
@@ -196,11 +200,13 @@ def test_fp8_caches(scales, dtype, softcap, device):
     check(dataclasses.replace(case, page_size=16), device, config(3, tile_n=32))
 
 
-@pytest.mark.parametrize("page", [-1, 9, 2**31 - 1])
+@pytest.mark.parametrize("page", [-1, 9, 2**31 - 1, 2**32])
 @pytest.mark.parametrize("page_size", [32, 24])
 def test_a_page_out_of_range_is_nan_and_not_read(page, page_size, device):
     case = DecodeCase(15, HALF, heads=(4, 2), lengths=(9, 40, 3), page_size=page_size)
     call = case.build(device)
+    if page == 2**32:
+        call = dataclasses.replace(call, page_table=call.page_table.long())
     fine = attend(call, config(3))
     call.page_table[1, 1] = page if page != 9 else call.k_cache.shape[0]
     out, lse = attend(call, config(3))

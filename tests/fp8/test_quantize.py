@@ -342,6 +342,7 @@ def test_replayed_calls_round_what_they_are_given(scale, options, monkeypatch):
         ({"hadamard": True, "x": torch.randn(4, 512)}, bsk.InvalidInput, "got 512"),
         ({"hadamard": True, "scale": "1x128"}, bsk.InvalidInput, "hadamard is for attention"),
         ({"impl": "sm90"}, bsk.Unsupported, "sm90"),
+        ({"impl": 3}, bsk.InvalidInput, "impl is unknown.*got 3"),
     ],
 )
 def test_refusals(change, kind, text):

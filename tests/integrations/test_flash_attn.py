@@ -603,10 +603,22 @@ COS = torch.ones(40, 4)
     ({"cache_seqlens": 5.7}, InvalidType, "cache_seqlens is not an int"),
     ({"cache_seqlens": [5, 7]}, InvalidType, "cache_seqlens is not an int"),
     ({"cu_seqlens_q": int32(0, 19, 38)}, InvalidInput, r"q has a wrong rank; expected \[T, H, D\]"),
+    ({"k": NEW["k"].to("meta"), "v": NEW["v"], "cache_seqlens": 3}, InvalidInput, "k on meta"),
 ])  # fmt: skip
 def test_refusals_with_kvcache(options, error, match):
     with pytest.raises(error, match=match):
         flash_attn_with_kvcache(*qkv(), **options)
+
+
+@pytest.mark.parametrize("change, error, match", [
+    (lambda q: q.to(torch.float8_e5m2), InvalidType, "q has an unsupported dtype"),
+    (lambda q: q[..., :8], InvalidInput, "q/k_cache have different head dims"),
+])  # fmt: skip
+def test_queries_that_do_not_fit_the_cache(change, error, match):
+    q, *caches = qkv()
+    turned = {"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3}
+    with pytest.raises(error, match=match):
+        flash_attn_with_kvcache(change(q), *caches, **NEW, **turned)
 
 
 PACKED_NEW = {name: x.flatten(0, 1) for name, x in NEW.items()}

@@ -194,6 +194,16 @@ def test_a_tensor_is_added_for_grouped_heads(biases, heads, shared, causal):
     check(out.flatten(2, 3), q, k, v, added)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_tensors_that_do_not_fit(trained):
+    q, k, v = tensors(2, 6, 7, kv=4)
+    with pytest.raises(InvalidInput, match="query/key/value have different batch sizes"):
+        memory_efficient_attention(q[:1], k, v)
+    bias = torch.zeros(2, 3, 6, 7, dtype=DOUBLE, requires_grad=trained)
+    with pytest.raises(InvalidInput, match="attn_mask does not broadcast"):
+        memory_efficient_attention(q, k, v, bias)
+
+
 def test_refusals(biases):
     q, k, v = tensors(1, 24, 24)
     cases = [

@@ -76,6 +76,30 @@ def test_entries_of_the_table_that_name_no_page_rank_last(impl):
 
 
 @pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_page_tables_of_64_bits(impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    cache, where = paged()
+    wide = where | {"page_table": where["page_table"].long()}
+    q, found = torch.ones(2, 4, 1, 8), []
+    for given in (where, wide):
+        made = bsk.page_summaries(cache.k, **given, impl=impl)
+        found.append((made.low, made.high, bsk.topk_pages(q, made, 2, **given, impl=impl)))
+    assert all(x.equal(y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_a_cache_without_pages(impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    where = {"cache_seqlens": torch.tensor([5]).int(), "page_table": torch.tensor([[0, 1]]).int()}
+    made = bsk.page_summaries(torch.zeros(0, 4, 2, 8), **where, impl=impl)
+    assert made.low.shape == made.high.shape == (0, 2, 8)
+    lists = bsk.topk_pages(torch.ones(1, 4, 1, 8), made, 1, **where, impl=impl)
+    assert lists.tolist() == [[[1], [1]]]
+
+
+@pytest.mark.parametrize("impl", ["eager", "triton"])
 def test_nothing_to_choose_from_lists_nothing(impl):
     if impl == "triton":
         pytest.importorskip("triton")
@@ -277,6 +301,7 @@ def test_summaries_that_do_not_go_together(change, text):
         ({"k": 2, "keep_first": 2}, r"k is too small; expected keep_first \+ keep_last"),
         ({"keep_last": -1}, "keep_last is too small"),
         ({"reduce": "mean"}, "reduce is unknown"),
+        ({"impl": 3}, "topk_pages: impl is unknown"),
         ({"page_table": None}, "page_table does not fit"),
         ({"q": torch.zeros(2, 3, 1, 8)}, "q has a wrong number of heads; expected a multiple of"),
         ({"q": torch.zeros(2, 4, 1, 6)}, "q has a wrong shape"),

@@ -207,7 +207,9 @@ ROTARY = bsk.Rotary(torch.ones(9, 4), torch.ones(9, 4))
     ({"k": torch.zeros(7, 2, 24)}, InvalidInput, r"k .*\[7, 3, 24\]"),
     ({"k": torch.zeros(7, 3, 24).half()}, InvalidType, "k has an unsupported dtype"),
     ({"k_scale": torch.ones(())}, InvalidInput, "k_scale is for fp8 caches only"),
-    ({"impl": "sm90"}, Unsupported, "sm90"),
+    ({"impl": "sm90"}, Unsupported, "sm90"), ({"impl": 3}, InvalidInput, "impl is unknown"),
+    ({"k_cache": torch.zeros(1, 4, 3, 24).expand(5, 4, 3, 24)}, InvalidInput,
+     r"k_cache overlaps itself; expected one place .*got \[0, 72, 24, 1\]"),
 ])  # fmt: skip
 def test_refusals(changes, error, match):
     k_cache, v_cache, k, v, slots = make()

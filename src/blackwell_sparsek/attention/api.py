@@ -477,7 +477,7 @@ def _attend_extended(
     if call.spec.block_mask is not None or not (sinks is None or sinks.is_contiguous()):
         return attend(call, impl)
     return_lse, *_ = options
-    wanted = (call.out is None) + return_lse
+    wanted = (call.out is None) + bool(return_lse)
     return record(_EXTENDED, options, inputs, attend, call, impl, operands=3, wanted=wanted)
 
 

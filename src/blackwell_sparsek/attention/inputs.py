@@ -19,6 +19,7 @@ from ..core.checks import (
     check_tensor,
     is_differentiated_by_func,
     message,
+    shares_elements,
     wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
@@ -272,22 +273,12 @@ def check_out(op: str, out: Any, shape: list[int], inputs: dict[str, torch.Tenso
         raise InvalidInput(message(op, "out", "requires a gradient", expected, "requires_grad"))
     if torch.compiler.is_compiling():
         return
-    if _shares_elements(out):
+    if shares_elements(out):
         expected = "one place in memory for each element"
         raise InvalidInput(message(op, "out", "overlaps itself", expected, list(out.stride())))
     for arg, x in inputs.items():
         if _may_overlap(out, x):
             raise InvalidInput(message(op, "out", f"overlaps {arg}", "memory of its own", arg))
-
-
-def _shares_elements(x: torch.Tensor) -> bool:
-    """Whether two elements may share an address, as in an expanded tensor."""
-    needed = 1 if x.numel() else 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride < needed:
-            return True
-        needed += (size - 1) * stride
-    return False
 
 
 def refuse_gradients_into(op: str, tensors: dict[str, torch.Tensor | None]) -> None:

@@ -116,8 +116,6 @@ def sdpa_or_reason(
         check_tensor(OP, "attn_mask", attn_mask)
         check_dtype(OP, "attn_mask", attn_mask, _mask_dtypes(query))
         is_bias = attn_mask.dtype != torch.bool
-        if is_bias and _is_trained(attn_mask):
-            return "attn_mask is a bias that requires a gradient"
     for arg, x in zip(NAMES, (query, key, value), strict=True):
         check_tensor(OP, arg, x)
         if x.dim() < 2:
@@ -127,6 +125,8 @@ def sdpa_or_reason(
     check_qkv(OP, q, k, v, DENSE, NAMES)
     sq, sk = q.shape[2], k.shape[2]
     mask = None if attn_mask is None else _mask_in_4d(attn_mask, lead, q, sk)
+    if is_bias and _is_trained(attn_mask):
+        return "attn_mask is a bias that requires a gradient"
     if mask is not None and not is_bias and is_batched(mask):
         # how many blocks are visible would differ from one mask of torch.vmap to the next
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)

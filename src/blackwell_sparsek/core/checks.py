@@ -125,6 +125,16 @@ def check_last_dim_contiguous(op: str, arg: str, x: torch.Tensor) -> None:
         )
 
 
+def shares_elements(x: torch.Tensor) -> bool:
+    """Whether two elements may share an address, as in an expanded tensor."""
+    needed = 1 if x.numel() else 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < needed:
+            return True
+        needed += (size - 1) * stride
+    return False
+
+
 def check_finite(op: str, arg: str, value: float) -> None:
     """A float argument must be finite."""
     # not math.isfinite, which torch.compile does not trace for a number that it made symbolic

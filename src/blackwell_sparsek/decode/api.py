@@ -130,7 +130,7 @@ def attention_decode(
         cache (MLA with absorbed weights) it is `k_cache[..., :512]` of keys with D 576.
     cache_seqlens : int32 `[B]`
         Keys of each sequence, at most S or `max_pages * page_size`; 0 gives output 0, lse -inf.
-    page_table : int32 `[B, max_pages]`, optional
+    page_table : int32 or int64 `[B, max_pages]`, optional
         Page j of sequence b is `k_cache[page_table[b, j]]`. Entries that are past the length,
         before a window or not listed are not read. Page sizes that divide 64 or are a multiple of
         it are fastest.
@@ -188,7 +188,8 @@ def attention_decode(
     tensors = (cache_seqlens, page_table, kv_blocks, sinks, k_scale, v_scale, alibi_slopes, out)
     inputs: tuple[Any, ...] = (q, k_cache, v_cache, *tensors)
     options: tuple[Any, ...] = (return_lse, kv_block_size, causal, window, scale, softcap, impl)
-    fits = out is None or not overlaps(out, q, k_cache, v_cache)
+    others = (x for x in (sinks, k_scale, v_scale, alibi_slopes) if x is not None)
+    fits = out is None or not overlaps(out, q, k_cache, v_cache, *others)
     results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         check_choice(op, "impl", impl, IMPLS)
@@ -219,7 +220,7 @@ def attention_decode(
             if results is not None:
                 return returned(results, out, return_lse)
         if sinks is None or sinks.is_contiguous():
-            wanted = (out is None) + return_lse
+            wanted = (out is None) + bool(return_lse)
             results = record(
                 _RECORDED, options, inputs, decode, call, impl, operands=1, wanted=wanted
             )

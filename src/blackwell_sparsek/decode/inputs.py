@@ -40,6 +40,7 @@ from .portable_tuning import LARGEST_HEAD_DIM
 
 FP8 = torch.float8_e4m3fn
 PAGED = "[pages, page_size, Hkv, D]"
+TABLES = (torch.int32, torch.int64)
 
 
 def decode_call(
@@ -71,7 +72,7 @@ def decode_call(
         raise_mismatch(op, "q/k_cache", "have different batch sizes", "one", *shapes)
     check_indices(op, "cache_seqlens", cache_seqlens, [q.shape[0]], q)
     if page_table is not None:
-        check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q)
+        check_indices(op, "page_table", page_table, [q.shape[0], "max_pages"], q, TABLES)
     page_size = None if page_table is None else k_cache.shape[1]
     if kv_blocks is not None:
         check_indices(op, "kv_blocks", kv_blocks, [q.shape[0], heads, "n"], q)
@@ -83,7 +84,10 @@ def decode_call(
         check_cache_scale(op, arg, factor, heads, k_cache)
     if out is not None:
         shape = [*q.shape[:3], v_cache.shape[-1]]
-        check_out(op, out, shape, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
+        optional = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        optional |= {"k_scale": k_scale, "v_scale": v_scale}
+        others = {arg: x for arg, x in optional.items() if x is not None}
+        check_out(op, out, shape, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **others})
     return DecodeCall(
         q,
         k_cache,

@@ -15,6 +15,7 @@ from ..core.checks import (
     message,
     wants_gradient,
 )
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput
 from ..core.fp8 import E4M3, LARGEST
 from ..launch.replay import Cache, record, repeat
@@ -96,7 +97,7 @@ def quantize(
     options = (scale, dtype, block, smooth, hadamard, transposed, impl)
     results = repeat(_RECORDED, options, (x,))
     if results is None:
-        _check(x, scale, dtype, block, smooth, hadamard, transposed)
+        _check(x, *options)
         results = record(
             *(_RECORDED, options, (x,), fp8_quantize, x, *options), operands=1, closed=True
         )
@@ -105,13 +106,21 @@ def quantize(
 
 
 def _check(
-    x: Any, scale: Any, dtype: Any, block: Any, smooth: Any, hadamard: Any, transposed: Any
+    x: Any,
+    scale: Any,
+    dtype: Any,
+    block: Any,
+    smooth: Any,
+    hadamard: Any,
+    transposed: Any,
+    impl: Any,
 ) -> None:
     op = "fp8.quantize"
     _check_values(op, x)
     check_choice(op, "scale", scale, SCALES)
     check_choice(op, "dtype", dtype, tuple(LARGEST))
     check_choice(op, "block", block, BLOCKS)
+    check_choice(op, "impl", impl, IMPLS)
     flags = {"smooth": smooth, "hadamard": hadamard, "transposed": transposed}
     for arg, value in flags.items():
         check_flag(op, arg, value)

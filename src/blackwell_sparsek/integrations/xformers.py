@@ -115,6 +115,10 @@ def memory_efficient_attention(
         if x.dim() not in (3, 4, 5) or x.dim() != query.dim():
             expected = "three tensors [B, M, K], [B, M, H, K] or [B, M, G, H, K]"
             raise InvalidInput(message(OP, arg, "has a wrong rank", expected, list(x.shape)))
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        got = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        problem, expected = "have different batch sizes", "one batch size"
+        raise InvalidInput(message(OP, "query/key/value", problem, expected, got))
     if output_dtype not in (None, query.dtype):
         raise Unsupported(
             f"{OP}: output_dtype is {output_dtype}; results have the dtype of query, convert them"

@@ -10,6 +10,7 @@ import torch
 
 from ..calls.cache import AppendCall
 from ..core.checks import (
+    check_choice,
     check_dtype,
     check_last_dim_contiguous,
     check_rank,
@@ -19,6 +20,7 @@ from ..core.checks import (
     check_tensor,
     message,
 )
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
@@ -32,6 +34,7 @@ from .layout import (
     PAGED,
     STORED,
     check_no_gradient,
+    check_places,
     check_scale,
 )
 from .slots import Rotary, append_to_slots, as_stored, put_tokens, why_not_triton
@@ -144,6 +147,7 @@ def kv_append(
         expected = "lengths, or slot_mapping"
         raise InvalidInput(message(_OP, "cache_seqlens", "is missing", expected, None))
     call = AppendCall(k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
+    check_choice(_OP, "impl", impl, IMPLS)
     _check(call)
     record(_RECORDED, (impl,), inputs, _append, call, impl, operands=2)
     return None
@@ -184,6 +188,7 @@ def _check_caches(k_cache: Any, v_cache: Any, page_table: Any) -> None:
         check_dtype(_OP, arg, x, STORED)
         check_rank(_OP, arg, x, layout)
         check_last_dim_contiguous(_OP, arg, x)
+        check_places(_OP, arg, x)
     check_same_dtype(_OP, {"k_cache": k_cache, "v_cache": v_cache}, autocasts=False)
     check_shape(_OP, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_dtype, check_tensor, message, wants_gradient
+from ..core.checks import (
+    check_dtype,
+    check_tensor,
+    message,
+    shares_elements,
+    wants_gradient,
+)
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.check import check_count
 
@@ -33,6 +39,13 @@ def check_scale(
         expected = f"one element or [{heads}]"
         raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(scale.shape)))
     check_no_gradient(op, arg, scale)
+
+
+def check_places(op: str, arg: str, cache: torch.Tensor) -> None:
+    """Refuse a cache with two slots at one place, as in an expanded tensor."""
+    if not torch.compiler.is_compiling() and shares_elements(cache):
+        expected = "one place in memory for each element"
+        raise InvalidInput(message(op, arg, "overlaps itself", expected, list(cache.stride())))
 
 
 def check_no_gradient(op: str, arg: str, x: torch.Tensor) -> None:

@@ -19,13 +19,14 @@ from ..core.checks import (
     check_tensor,
     message,
 )
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
 from ..masks.check import check_count
-from .layout import CONTIGUOUS, FP8, NEW, PAGED, STORED
+from .layout import CONTIGUOUS, FP8, INDICES, NEW, PAGED, STORED
 from .slots import why_not_triton
 
 KINDS = ("minmax", "mean")
@@ -111,7 +112,7 @@ def page_summaries(
         With `page_table`: `[pages, page_size, Hkv, D]`.
     cache_seqlens : int32 `[B]`
         Tokens of each sequence; later ones are not read.
-    page_table : int32 `[B, max_pages]`, optional
+    page_table : int32 or int64 `[B, max_pages]`, optional
         Pages that are not in the table keep their summaries in `out`.
     kv_block_size : int, optional
         Tokens of a block of a contiguous cache; blocks take the place of pages.
@@ -159,6 +160,7 @@ def page_summaries(
     check_rank(op, "k_cache", k_cache, CONTIGUOUS if page_table is None else PAGED)
     check_last_dim_contiguous(op, "k_cache", k_cache)
     check_choice(op, "kind", kind, KINDS)
+    check_choice(op, "impl", impl, IMPLS)
     page_size = _page_size(op, k_cache, page_table, kv_block_size)
     batch = _check_lengths(op, cache_seqlens, page_table)
     if page_table is None and k_cache.shape[0] != batch:
@@ -210,7 +212,7 @@ def topk_pages(
         Pages to list; a sequence with fewer lists all of them.
     cache_seqlens : int32 `[B]`
         Tokens of each sequence.
-    page_table : int32 `[B, max_pages]`
+    page_table : int32 or int64 `[B, max_pages]`
         For summaries of a paged cache.
     keep_first, keep_last : int
         Pages at the start (attention sinks) and at the end (the latest tokens, including the
@@ -282,6 +284,7 @@ def topk_pages(
         expected = f"keep_first + keep_last ({keep_first} + {keep_last}) or more"
         raise InvalidInput(message(op, "k", "is too small", expected, k))
     check_choice(op, "reduce", reduce, ("max", "sum"))
+    check_choice(op, "impl", impl, IMPLS)
     call = TopkCall(
         q,
         low,
@@ -318,7 +321,7 @@ def _check_lengths(op: str, cache_seqlens: Any, page_table: Any) -> int:
     batch = int(cache_seqlens.shape[0])
     if page_table is not None:
         check_tensor(op, "page_table", page_table)
-        check_dtype(op, "page_table", page_table, [torch.int32])
+        check_dtype(op, "page_table", page_table, INDICES)
         check_rank(op, "page_table", page_table, "[B, max_pages]")
         check_shape(op, "page_table", page_table, (batch, page_table.shape[1]))
         check_last_dim_contiguous(op, "page_table", page_table)
@@ -402,6 +405,8 @@ def summaries_eager(call: SummariesCall) -> None:
         capacity = tokens
     else:
         columns = page_table.shape[1]
+        if k_cache.shape[0] == 0:
+            return
         exists = (page_table >= 0) & (page_table < k_cache.shape[0])
         keys = k_cache[page_table.clamp(0, k_cache.shape[0] - 1).long()]
         capacity = columns * page_size
@@ -457,6 +462,9 @@ def topk_eager(call: TopkCall) -> torch.Tensor:
     exists = torch.ones((), dtype=torch.bool, device=q.device)
     if page_table is not None:
         exists = ((page_table >= 0) & (page_table < low.shape[0])).unsqueeze(1)
+        if low.shape[0] == 0:
+            # a page to stand in for those that the table names
+            low = high = low.new_zeros((1, *low.shape[1:]))
         at = page_table.long().clamp(0, low.shape[0] - 1)
         low, high = low[at], high[at]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -11,6 +11,7 @@ import torch
 
 from ..calls.cache import CacheProblem, SlotsCall
 from ..core.checks import (
+    check_choice,
     check_dtype,
     check_flag,
     check_last_dim_contiguous,
@@ -21,13 +22,14 @@ from ..core.checks import (
     check_tensor,
     message,
 )
+from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
-from .layout import FP8, INDICES, NEW, PAGED, STORED, check_no_gradient, check_scale
+from .layout import FP8, INDICES, NEW, PAGED, STORED, check_no_gradient, check_places, check_scale
 
 _OP = "kv_append"
 E4M3_MAX = 448.0
@@ -79,6 +81,7 @@ def append_to_slots(
     inputs = (k, v, k_cache, v_cache, slot_mapping, cos, sin, positions, q, k_scale, v_scale)
     results = repeat(_RECORDED, options, inputs)
     if results is None:
+        check_choice(_OP, "impl", impl, IMPLS)
         _check(k_cache, v_cache, k, v, slot_mapping, cos, sin, positions, q, k_scale, v_scale)
         call = SlotsCall(
             k_cache,
@@ -128,6 +131,7 @@ def _check(
         check_dtype(_OP, arg, x, STORED)
         check_rank(_OP, arg, x, PAGED)
         check_last_dim_contiguous(_OP, arg, x)
+        check_places(_OP, arg, x)
     check_same_dtype(_OP, {"k_cache": k_cache, "v_cache": v_cache}, autocasts=False)
     check_shape(_OP, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
     new = {"k": k, "v": v} if q is None else {"k": k, "v": v, "q": q}

@@ -352,7 +352,8 @@ def attention_varlen(
         *(cache_batch_idx, seqused_q, seqused_k, leftpad_k, sinks, alibi_slopes),
         *(k_scale, v_scale, out),
     )
-    fits = out is None or not overlaps(out, q, k, v)
+    others = (x for x in (sinks, alibi_slopes, k_scale, v_scale) if x is not None)
+    fits = out is None or not overlaps(out, q, k, v, *others)
     results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         _refuse_others(block_mask, deterministic)
@@ -392,7 +393,7 @@ def attention_varlen(
             out=out,
         )
         refuse_gradients(OP, call, "a cache" if cu_seqlens_k is None else "this option")
-        wanted = (out is None) + return_lse
+        wanted = (out is None) + bool(return_lse)
         copied = any(x is not None and not x.is_contiguous() for x in (sinks, alibi_slopes))
         if copied:
             # a replay would read this call's copy

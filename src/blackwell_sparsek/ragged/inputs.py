@@ -31,6 +31,7 @@ from ..core.checks import (
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.inputs import (
     PAGED,
+    TABLES,
     check_cache_scale,
     check_indices,
     check_keys,
@@ -41,7 +42,6 @@ from ..masks.band import band_of
 from ..masks.packed import check_cu_seqlens
 
 ALIGNMENTS = ("bottom_right", "top_left")
-INDICES = (torch.int32, torch.int64)
 
 
 def ragged_call(
@@ -104,7 +104,7 @@ def ragged_call(
         if x is not None:
             check_indices(op, arg, x, [batch], q)
     if paged:
-        check_indices(op, "page_table", page_table, [batch, "max_pages"], q, INDICES)
+        check_indices(op, "page_table", page_table, [batch, "max_pages"], q, TABLES)
     if kv_blocks is not None:
         check_indices(op, "kv_blocks", kv_blocks, [batch, heads, "n"], q)
     check_sinks(op, sinks, q)
@@ -117,7 +117,10 @@ def ragged_call(
     check_flag(op, "batch_invariant", batch_invariant)
     if out is not None:
         shape = [*q.shape[:2], v.shape[-1]]
-        check_out(op, out, shape, {"q": q, "k": k, "v": v})
+        optional = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        optional |= {"k_scale": k_scale, "v_scale": v_scale}
+        others = {arg: x for arg, x in optional.items() if x is not None}
+        check_out(op, out, shape, {"q": q, "k": k, "v": v, **others})
     page_size = k.shape[1] if paged else None
     return RaggedCall(
         empty_out(q, v.shape[-1]) if out is None else out,

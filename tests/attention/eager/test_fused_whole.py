@@ -61,6 +61,15 @@ def test_what_the_fused_kernel_cannot_do_goes_the_other_way(fused_calls):
     assert not fused_calls
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("band", [CAUSAL, EVERYTHING])
+def test_scales_that_are_not_positive(scale, band):
+    """torch's fused kernel multiplies the scores that it has hidden with -inf by the scale."""
+    q, k, v = qkv(1, 2, 2, 33, 33, 16, seed=4)
+    spec = spec_of(q, k, band)._replace(scale=scale)
+    check_attention(*eager.attention(q, k, v, spec), q, k, v, spec)
+
+
 def test_a_hidden_value_that_is_not_finite_stays_hidden(fused_calls):
     q, k, v = qkv(1, 2, 2, 16, 16, 8, seed=3)
     v[:, :, 10] = torch.nan

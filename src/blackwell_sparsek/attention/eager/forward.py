@@ -305,7 +305,8 @@ def _is_whole(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec, extent: Extent
 ) -> bool:
     """Whether every query sees all keys, or all up to its own in a square."""
-    is_triangle = spec.band == CAUSAL and extent.sq == extent.sk
+    # the fused kernel multiplies scores by the scale after it has hidden some of them with -inf
+    is_triangle = spec.band == CAUSAL and extent.sq == extent.sk and spec.scale > 0
     return (
         spec.block_mask is None
         and (spec.band == EVERYTHING or is_triangle)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from ...attention.api import attention
-from ...core.checks import check_rank, check_tensor, message
+from ...attention.inputs import DTYPES
+from ...core.checks import check_dtype, check_rank, check_same_device, check_tensor, message
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
 from ...core.torch_state import cast_operand
@@ -544,6 +545,10 @@ def flash_attn_with_kvcache(
     check_rank(op, "q", q, "[T, H, D]" if ragged else DENSE)
     for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rank(op, arg, x, DENSE if pages is None else "[pages, page_size, Hkv, D]")
+    check_dtype(op, "q", q, (*DTYPES, E4M3))
+    if q.shape[-1] != k_cache.shape[-1]:
+        got = f"{list(q.shape)} and {list(k_cache.shape)}"
+        raise InvalidInput(message(op, "q/k_cache", "have different head dims", "one", got))
     if ragged and max_seqlen_q is None:
         expected = "an int with cu_seqlens_q"
         raise InvalidInput(message(op, "max_seqlen_q", "is missing", expected, None))
@@ -572,6 +577,7 @@ def flash_attn_with_kvcache(
             expected = "both of k and v, also for rotary"
             raise InvalidInput(message(op, missing, "is missing", expected, None))
         check_new(op, batch, k, v, cu_seqlens_k_new)
+        check_same_device(op, {"q": q, "k_cache": k_cache, "k": k, "v": v})
         if q.dtype == E4M3:
             check_fp8(op, k=k, v=v)
             # they are as they will be in the cache, and exact in bf16

@@ -38,10 +38,12 @@ def decode_call(
     block_kv: int | None = None,
     *,
     everything: bool = False,
+    entries: torch.dtype = torch.int32,
 ) -> DecodeCall:
     """A call with `rows` rows per KV head: the queries of all heads that share it.
 
-    `block_kv` is the size of listed blocks, `everything` means sinks and a softcap.
+    `block_kv` is the size of listed blocks, `everything` means sinks and a softcap, `entries` is
+    the dtype of the page table.
     """
     q_len = max(rows // GROUP, 1)
     q = meta(batch, q_len, GROUP * KV_HEADS, dims[0], dtype=dtype).transpose(1, 2)
@@ -49,7 +51,7 @@ def decode_call(
     if page_size is None:
         caches = [meta(batch, TOKENS, KV_HEADS, d, dtype=cache).transpose(1, 2) for d in dims]
     else:
-        table = meta(batch, TOKENS // page_size, dtype=torch.int32)
+        table = meta(batch, TOKENS // page_size, dtype=entries)
         caches = [meta(PAGES, page_size, KV_HEADS, d, dtype=cache) for d in dims]
     k_cache, v_cache = caches
     k_scale, v_scale = (meta(KV_HEADS, dtype=FLOAT) if cache == FP8 else None for _ in dims)
@@ -91,6 +93,7 @@ class Decode(NamedTuple):
     alibi: bool = False
     odd: str = ""
     block_kv: int | None = None
+    entries: torch.dtype = torch.int32
 
     def name(self, sm: int) -> str:
         """Name of the case."""
@@ -103,6 +106,7 @@ class Decode(NamedTuple):
         parts += ["alibi"] if self.alibi else []
         parts += [f"odd-{self.odd}"] if self.odd else []
         parts += [f"blocks{self.block_kv}"] if self.block_kv else []
+        parts += ["int64"] if self.entries == torch.int64 else []
         return f"attn_decode/{'-'.join(parts)}-sm_{sm}"
 
 
@@ -112,6 +116,7 @@ DECODE: dict[Decode, tuple[int, ...]] = {
     Decode(BRAIN, 128, 16): (80, 90),
     Decode(BRAIN, 128, 64): (90,),
     Decode(BRAIN, 128, 256): (90,),
+    Decode(BRAIN, 128, 16, entries=torch.int64): (89, 90),
     Decode(BRAIN, 128, 64, FP8): (89, 90, 100, 120),
     Decode(BRAIN, 128, None, FP8, batch=16): (90,),
     Decode(BRAIN, 128, 16, FP8, batch=16): (90,),
@@ -135,6 +140,7 @@ def _launch_decode(asked: Decode) -> None:
         asked.cache or asked.dtype, asked.page_size,
         asked.page_size if asked.everything else asked.block_kv,
         everything=asked.everything,
+        entries=asked.entries,
     )  # fmt: skip
     if asked.alibi:
         call = replace(call, alibi_slopes=meta(asked.batch, GROUP * KV_HEADS, dtype=FLOAT))
@@ -176,6 +182,7 @@ class DecodeSm90(NamedTuple):
     everything: bool = False
     dtype: torch.dtype = BRAIN
     max_spill_bytes: int = 0
+    entries: torch.dtype = torch.int32
 
 
 # With eight copies, coordinates spill while they wait for a stage.
@@ -191,6 +198,7 @@ DECODE_SM90 = (
     ),
     DecodeSm90(make_config(8, 128, 128, 16), "d128-pages16"),
     DecodeSm90(make_config(8, 128, 128, 64), "d128-pages64"),
+    DecodeSm90(make_config(8, 128, 128, 64), "d128-pages64-int64", entries=torch.int64),
     DecodeSm90(make_config(8, 128, 128, 64, 64, single=True), "d128-pages64-lists"),
     DecodeSm90(make_config(8, 128, 128, 16, 16), "d128-pages16-lists"),
     DecodeSm90(make_config(8, 128, 128, None, 32), "d128-lists32"),
@@ -222,6 +230,7 @@ def _launch_decode_sm90(asked: DecodeSm90) -> None:
         config.PAGE_SIZE,
         config.BLOCK_KV,
         everything=asked.everything,
+        entries=asked.entries,
     )
     out, lse = empty_out(call.q, config.TILE_DV), empty_lse(call.q)
     launch_attn_decode_sm90(out, lse, call, config, PROGRAMS)
