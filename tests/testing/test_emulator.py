@@ -3,6 +3,7 @@
 Each call runs in a process of its own, in which Triton compiles for sm_90.
 """
 
+import ast
 import os
 import pathlib
 import subprocess
@@ -14,17 +15,19 @@ pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed
 
 from blackwell_sparsek.core.env import environment_for_compiler
 
+from ..architecture import source
 from .emulated_calls import CALLS
 from .test_releases import FOLDER, OTHERS, release
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Part of every `make test`; the others take minutes.
-QUICK = ("forward_mask_128x16", "product_128x128")
+QUICK = ("forward_mask_128x16", "product_128x128", "product_fp8_64x32", "chosen_keys")
 # For releases of Triton that are not installed.
 ONE_OF_EACH = (
     *("forward_causal_window", "forward_mask_64x64", "backward", "backward_mask_64x64"),
     *("decode", "decode_latent", "ragged_pages", "forward_fp8"),
     *("product_128x128", "product_warps", "product_narrow", "product_strips", "sampled_product"),
+    *("product_fp8_64x32", "product_fp8_few_tokens", "chosen_keys", "chosen_blocks_backward"),
 )
 
 
@@ -38,6 +41,22 @@ def _run(seed: int, names: tuple[str, ...], **variables: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in names]
+
+
+def test_every_hopper_kernel_is_reached_by_a_call():
+    gluon, named = set(), set()
+    for path in source.files(source.ROOT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                "gluon.jit" in ast.unparse(x) for x in node.decorator_list
+            ):
+                gluon.add(node.name)
+                named |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+    # what no other function of a kernel names is launched
+    kernels = gluon - named
+    assert len(kernels) > 20
+    reached = {kernel for made in CALLS.values() for kernel in made.kernels}
+    assert kernels <= reached, f"no call in emulated_calls.py reaches {kernels - reached}"
 
 
 @pytest.mark.parametrize("name", QUICK)

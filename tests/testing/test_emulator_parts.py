@@ -1012,7 +1012,7 @@ PRODUCT = """
     mov.u32 %r9, %r0;
     $FILL: mad.lo.u32 %r10, %r9, 4, %r2; st.shared.b32 [%r10], 0x3C003C00;
     add.u32 %r9, %r9, 128; setp.lt.u32 %p3, %r9, 768; @%p3 bra $FILL;
-    bar.sync 0;
+    fence.proxy.async.shared::cta; bar.sync 0;
     cvt.u64.u32 %rd5, %r2; shr.u64 %rd5, %rd5, 4; mov.u64 %rd6, 0xC000001000000000;
     or.b64 %rd7, %rd5, %rd6; add.u64 %rd8, %rd7, 128; mov.pred %p4, 0;
     wgmma.fence.sync.aligned;
@@ -1032,6 +1032,67 @@ def test_operands_of_wgmma_stay_until_its_wait(place):
     assert (whole.view(np.float32) == 16).all()
     early = f"{PRODUCT} bar.sync 0; st.shared.b32 [%r2+{place}], %r1; bar.sync 0; {PRODUCT_WAIT}"
     refused("an operand of WGMMA was overwritten before its wait", early, num_warps=4)
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_sums_are_nan_until_the_wait(renamed):
+    # the compiler may give them other registers before it waits
+    sums, rename = ("%r24", "mov.b32 %r24, %r23;") if renamed else ("%r23", "")
+    use = f"add.rn.f32 %r3, {sums}, {sums};"
+    found = result_of(f"{PRODUCT} {rename} {use} {PRODUCT_WAIT}", warps=4)
+    assert np.isnan(found.view(np.float32)).all()
+    found = result_of(f"{PRODUCT} {rename} {PRODUCT_WAIT} {use}", warps=4)
+    assert (found.view(np.float32) == 32).all()
+
+
+def test_a_product_adds_to_sums_that_nobody_waited_for():
+    again = PRODUCT[PRODUCT.index("wgmma.mma") :].replace("%p4", "1")
+    for pending, expected in (("1", NAN), ("0", 64)):
+        wait = PRODUCT_WAIT.replace("0", pending)
+        use = "add.rn.f32 %r3, %r23, %r23;"
+        found = result_of(f"{PRODUCT} {again} {wait} {use}", warps=4).view(np.float32)
+        np.testing.assert_array_equal(found, np.full(128, expected, np.float32))
+
+
+FENCE = "fence.proxy.async.shared::cta;"
+NO_FENCE = "threads wrote to this tile, and none has run fence.proxy.async"
+
+
+def test_what_threads_wrote_is_fenced_before_wgmma_reads_it():
+    writers, readers = f"{FENCE} bar.sync 0;", f"bar.sync 0; {FENCE}"
+    assert PRODUCT.count(writers) == 1
+    end = f"{PRODUCT_WAIT} mov.u32 %r3, %r23;"
+    result_of(f"{PRODUCT.replace(writers, readers)} {end}", warps=4)
+    for order in ("bar.sync 0;", "fence.acq_rel.cta; bar.sync 0;"):
+        refused(NO_FENCE, PRODUCT.replace(writers, order), num_warps=4)
+    early = PRODUCT.replace(writers, "bar.sync 0;")
+    refused(NO_FENCE, early.replace("$FILL:", f"{FENCE} $FILL:"), num_warps=4)
+    # one warp of four fences what it has seen of the others, and what it wrote is fenced
+    some = "shr.u32 %r11, %r0, 5; setp.eq.u32 %p5, %r11, 0; bar.sync 0; @%p5 " + FENCE
+    refused("warp [123]: .*wgmma", PRODUCT.replace(writers, some + " bar.sync 0;"), num_warps=4)
+
+
+def test_what_threads_wrote_is_fenced_before_a_copy_reads_it():
+    body = f"""
+        {set_up()} mov.b32 %r5, 0; mov.b32 %r6, 0; add.u32 %r4, %r2, 1024;
+        mad.lo.u32 %r10, %r1, 4, %r4; st.shared.b32 [%r10], 0; {{}} {COPIED}
+    """
+    given = [Tensor(torch.ones(1, 32), (1, 32))]
+    run(body.format(stored(0)), maps=given)
+    refused(NO_FENCE, body.format(stored(0).replace(FENCE, "")), maps=given)
+
+
+def test_gathered_copies_are_fenced_by_those_who_wait_for_them():
+    gather = """
+        mov.u32 %r9, %r0; cvt.u64.u32 %rd9, %r1; shl.b64 %rd9, %rd9, 2; add.u64 %rd9, %rd0, %rd9;
+        $GATHER: mad.lo.u32 %r10, %r9, 4, %r2; cp.async.ca.shared.global [%r10], [%rd9], 4;
+        add.u32 %r9, %r9, 128; setp.lt.u32 %p3, %r9, 768; @%p3 bra $GATHER;
+        cp.async.commit_group; {} cp.async.wait_group 0; {} bar.sync 0;
+    """
+    product = PRODUCT[PRODUCT.index("cvt.u64.u32 %rd5") :] + PRODUCT_WAIT
+    numbers = np.zeros(32, np.uint32)
+    run(gather.format("", FENCE) + product, [numbers], num_warps=4)
+    refused(NO_FENCE, gather.format(FENCE, "") + product, [numbers], num_warps=4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ NaN, or overwrites what they still read.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,12 +188,15 @@ def read_matrix(
     kind: str,
     transposed: bool,
     first_row: int = 0,
+    check: Callable[[Any], None] | None = None,
 ) -> Any:
-    """fp32 [rows, depth] of an operand in shared memory."""
+    """fp32 [rows, depth] of an operand in shared memory; `check` is told its addresses."""
     element = 1 if kind == "e4m3" else 2
     places = descriptor.places(
         np.arange(first_row, first_row + rows), np.arange(depth), element, transposed
     )
+    if check is not None:
+        check(places)
     if element == 1:
         return E4M3[shared.bytes_at(places)]
     (bits,) = shared.load(places.reshape(-1), 2, 1)

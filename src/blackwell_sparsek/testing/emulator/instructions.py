@@ -17,7 +17,7 @@ from .waiting import barrier, bulk, copy_words, mbarrier, store_and_signal
 _LANE = np.arange(LANES)
 # Nothing follows from these here: copies and stores are seen in the order in which they are made.
 _NOTHING = {
-    *("fence", "membar", "setmaxnreg", "griddepcontrol", "nanosleep", "prefetch", "prefetchu"),
+    *("membar", "setmaxnreg", "griddepcontrol", "nanosleep", "prefetch", "prefetchu"),
     *("createpolicy", "applypriority", "discard", "pmevent"),
 }
 
@@ -120,7 +120,16 @@ def _move(machine: Machine, instruction: Instruction) -> Step:
     if isinstance(given, str) and given.startswith("%"):
         return _special(machine, instruction, to, given)
     read = source(machine, given, "pred" if kind == "pred" else kind)
-    return guarded(instruction, lambda warp, mask: warp.set(to, read(warp), mask))
+    index = given.index if isinstance(given, Register) else None
+
+    def step(warp: Warp, mask: Any) -> None:
+        sums = warp.sums.get(index)
+        warp.set(to, read(warp), mask)
+        # the compiler may rename sums before it waits for them
+        if sums is not None:
+            warp.sums[to.index] = sums
+
+    return guarded(instruction, step)
 
 
 def _unpack(machine: Machine, instruction: Instruction, to: Any, given: Any) -> Step:
@@ -251,11 +260,19 @@ def _store(machine: Machine, instruction: Instruction) -> Step:
         kind = UNSIGNED[f"b{8 * size}"]
         content = [read(warp)[chosen].astype(kind) for read in reads]
         if space == "shared":
-            shared_of(warp, addresses).store(local(addresses), size, content)
+            shared = shared_of(warp, addresses)
+            shared.store(local(addresses), size, content)
+            warp.wrote(shared, local(addresses))
         else:
             machine.memory.store(addresses, size, content)
 
     return guarded(instruction, step)
+
+
+def _fence(machine: Machine, instruction: Instruction) -> Step:
+    if instruction.parts[1:3] == ("proxy", "async"):
+        return guarded(instruction, lambda warp, mask: warp.fence())
+    return guarded(instruction, lambda warp, mask: None)
 
 
 def _map_address(machine: Machine, instruction: Instruction) -> Step:
@@ -454,6 +471,7 @@ _HANDLERS: dict[str, Callable[[Machine, Instruction], Step]] = {
     "redux": _reduce,
     "vote": _vote,
     "activemask": _active,
+    "fence": _fence,
     "bar": barrier,
     "barrier": barrier,
     "mbarrier": mbarrier,

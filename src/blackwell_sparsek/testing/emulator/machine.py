@@ -48,9 +48,27 @@ class Warp:
         self.spins = -1
         """Where lanes wait in a loop, which others of the warp may have to end."""
         self.products: list[list[Any]] = [[]]
+        self.sums: dict[int, tuple[Any, Any]] = {}
+        """Of registers that hold NaN until a product is waited for: the product, and the sums."""
         self.stores: list[list[Any]] = [[]]
         self.copies: list[list[Any]] = [[]]
         self.cluster_round: Any = None
+        self.index = block.index * block.machine.num_warps + number
+
+    def fence(self) -> None:
+        """Show the async proxy what this warp wrote, or has seen, of shared memory."""
+        machine = self.block.machine
+        machine.time += 1
+        machine.fences[self.index] = machine.time
+
+    def wrote(self, shared: SharedMemory, addresses: Any) -> None:
+        """Note that threads of this warp wrote to shared memory."""
+        shared.written(addresses, self.index, self.block.machine.time + 1)
+
+    def check_fenced(self, addresses: Any) -> None:
+        """Refuse to let the async proxy read what threads wrote without a fence since."""
+        if self.block.shared.unfenced(addresses, self.index, self.block.machine.fences):
+            raise EmulatorError("threads wrote to this tile, and none has run fence.proxy.async")
 
     def active(self) -> Any:
         """The lanes that run next, None if all do."""
@@ -84,6 +102,8 @@ class Warp:
                 values = values.astype(kind)
             if lanes is not None:
                 values = np.where(lanes, values, self.registers[register.index])
+            elif self.sums:
+                self.sums.pop(register.index, None)
             self.registers[register.index] = values
 
 
@@ -153,6 +173,9 @@ class Machine:
         }
         self.bind(parameters, memory)
         self.turn = 0
+        # of writes and fences, and when each warp last ran a fence
+        self.time = 0
+        self.fences: Any = np.zeros(grid * num_warps, np.int64)
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._issued = 0
         self._steps: list[Step] = [compile_step(self, x) for x in program.instructions]

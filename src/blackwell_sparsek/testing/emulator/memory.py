@@ -15,6 +15,8 @@ import torch
 SHARED_START = 1024
 # Addresses of shared memory of another program of a cluster: its rank plus 1 above these bits.
 RANK_SHIFT = 24
+# Bytes that are written and fenced together: no tile begins in the middle of them.
+CHUNK = 16
 # Parameters are addressed too, for tensor maps: by 32 bits or by 64.
 PARAMETERS_START = 0x7F000000
 WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -119,7 +121,10 @@ class SharedMemory:
 
     def __init__(self, size: int):
         # the view of 8-byte words needs whole words
-        self.memory: Any = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
+        self.memory: Any = np.full(-(-size // CHUNK) * CHUNK, 0xFF, np.uint8)
+        # when a thread last wrote to a chunk, 0 if a copy did since, and the warp of that thread
+        self._written: Any = np.zeros(len(self.memory) // CHUNK, np.int64)
+        self._writers: Any = np.zeros(len(self.memory) // CHUNK, np.int64)
 
     def _places(self, addresses: Any, size: int) -> Any:
         places = addresses.astype(np.int64) - SHARED_START
@@ -150,5 +155,23 @@ class SharedMemory:
         return self.memory[self._places(addresses, 1)]
 
     def set_bytes(self, addresses: Any, values: Any) -> None:
-        """Write bytes at these addresses."""
-        self.memory[self._places(addresses, 1)] = values
+        """Write bytes at these addresses, as copies do: in whole chunks, or parts of one."""
+        places = self._places(addresses, 1)
+        self.memory[places] = values
+        self._written[places.reshape(-1)[::CHUNK] // CHUNK] = 0
+
+    def written(self, addresses: Any, warp: int, time: int) -> None:
+        """Remember that a warp wrote to the chunks at these addresses."""
+        chunks = (addresses.astype(np.int64) - SHARED_START) // CHUNK
+        self._written[chunks] = time
+        self._writers[chunks] = warp
+
+    def unfenced(self, addresses: Any, reader: int, fences: Any) -> bool:
+        """Whether threads wrote there after the last fence of both their warp and the reader's.
+
+        `fences` has the time of the last fence of each warp.
+        """
+        chunks = (addresses.astype(np.int64) - SHARED_START) // CHUNK
+        time = self._written[chunks]
+        late = (time > fences[reader]) & (time > fences[self._writers[chunks]])
+        return bool(late.any())

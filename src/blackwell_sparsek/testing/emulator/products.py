@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 
 from . import hopper
+from .arithmetic import LANES
 from .machine import Machine, Step, Warp, address_of, guarded, source
 from .memory import EmulatorError
 from .operands import local, shared_of
 from .program import Instruction
 from .waiting import group
+
+# What a register of sums holds until the wait for its product: NaN.
+_NOT_YET = np.full(LANES, 0xFFFFFFFF, np.uint32)
 
 
 def matrix_rows(machine: Machine, instruction: Instruction) -> Step:
@@ -33,6 +37,7 @@ def matrix_rows(machine: Machine, instruction: Instruction) -> Step:
                 tile = pairs.reshape(8, 8)
                 tile = tile.T if transposed else tile
                 shared.store(rows, 2, [np.ascontiguousarray(tile[:, j]) for j in range(8)])
+                warp.wrote(shared, rows)
             else:
                 tile = np.stack(shared.load(rows, 2, 8), 1)
                 tile = np.ascontiguousarray(tile.T if transposed else tile)
@@ -65,6 +70,7 @@ def _product(machine: Machine, instruction: Instruction) -> Step:
     at_first = None if reads else source(machine, first, "b64")
     at_second, keeps = source(machine, second, "b64"), source(machine, scale, "pred")
     row, column = hopper.fragment_places(columns)
+    places = [x.index for x in to]
 
     def step(warp: Warp, mask: Any) -> None:
         if mask is not None:
@@ -73,35 +79,44 @@ def _product(machine: Machine, instruction: Instruction) -> Step:
 
         descriptors = [int(x(warp)[0]) for x in (at_first, at_second) if x is not None]
 
-        def in_shared() -> list[Any]:
+        def in_shared(check: Any = None) -> list[Any]:
             """The second operand, and the first if it is not in registers."""
             *of_a, of_b = map(hopper.Descriptor.decode, descriptors)
-            found = [hopper.read_matrix(shared, of_b, columns, depth, kind, bool(of_second))]
+            sizes = (columns, depth, kind, bool(of_second))
+            found = [hopper.read_matrix(shared, of_b, *sizes, check=check)]
             for x in of_a:
+                sizes = (16, depth, kind, bool(of_first))
                 rows = warp.number % 4 * 16
-                found.append(hopper.read_matrix(shared, x, 16, depth, kind, bool(of_first), rows))
+                found.append(hopper.read_matrix(shared, x, *sizes, rows, check=check))
             return found
 
-        read = in_shared()
+        read = in_shared(warp.check_fenced)
         b, a = read[0], read[-1]
         if reads is not None:
             a = hopper.factor_from_registers([get(warp) for get in reads], kind)
         with np.errstate(all="ignore"):
             product = (a @ b.T)[row, column]
             if keeps(warp)[0]:
-                old = np.stack([warp.registers[x.index] for x in to]).view(np.float32)
-                product = product + old
-        for register, x in zip(to, product, strict=True):
-            warp.set(register, np.ascontiguousarray(x).view(np.uint32), None)
+                late = warp.sums
+                old = [late[i][1] if i in late else warp.registers[i] for i in places]
+                product = product + np.stack(old).view(np.float32)
+        sums = np.ascontiguousarray(product).view(np.uint32)
+        this = object()
+        for i, x in zip(places, sums, strict=True):
+            warp.registers[i] = _NOT_YET
+            warp.sums[i] = this, x
 
-        def unchanged() -> None:
-            """The tensor cores read until the wait: what they read must not have changed."""
+        def end() -> None:
+            """What the tensor cores read must not have changed until the wait, which ends them."""
             if not all(
                 np.array_equal(x, y, equal_nan=True) for x, y in zip(in_shared(), read, strict=True)
             ):
                 raise EmulatorError("an operand of WGMMA was overwritten before its wait")
 
-        warp.products[-1].append(unchanged)
+            for i in [i for i, (product, _) in warp.sums.items() if product is this]:
+                warp.registers[i] = warp.sums.pop(i)[1]
+
+        warp.products[-1].append(end)
 
     return guarded(instruction, step)
 

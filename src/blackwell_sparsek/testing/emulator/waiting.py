@@ -244,6 +244,7 @@ def _store_tensor(machine: Machine, instruction: Instruction) -> Step:
         address = int(where(warp)[lane])
         map_.check(address)
         places = map_.shared_places(address)
+        warp.check_fenced(places)
         shared = warp.block.shared
 
         def store() -> None:
@@ -307,6 +308,7 @@ def copy_words(machine: Machine, instruction: Instruction) -> Step:
                     at = np.uint64(address) + np.arange(int(count), dtype=np.uint64)
                     (content[: int(count)],) = machine.memory.load(at, 1, 1)
                 shared.set_bytes(int(place) + np.arange(size), content)
+                warp.wrote(shared, place)
 
         warp.copies[-1].append(copy)
 
