@@ -109,6 +109,7 @@ FALLBACKS = {
     ],
     "device/partials": ["decode/test_triton.py"],
     "attention": ["attention/test_api.py", "attention/test_op.py", "attention/test_autograd.py"],
+    "attention/api": ["attention/test_api.py", "attention/test_varlen.py"],
     "attention/autograd": ["attention/test_autograd.py", "attention/test_replay.py"],
     "attention/fp8_": ["fp8/test_attention.py", "attention/test_api.py"],
     "attention/inputs": [
@@ -143,6 +144,7 @@ FALLBACKS = {
     "fp8/attend": ["fp8/test_attention.py"],
     "fp8/multiply": ["fp8/test_matmul.py"],
     "jax": ["jax/test_attention.py", "jax/test_decode.py", "jax/test_matmul.py"],
+    "jax/bsr": ["jax/test_pytrees.py", "jax/test_matmul.py"],
     "jax/block_mask": ["jax/test_pytrees.py", "jax/test_attention.py"],
     "jax/attention_triton": ["jax/test_attention_kernels.py", "jax/test_vmap_kernels.py"],
     "jax/batching": ["jax/test_vmap_kernels.py"],
@@ -152,7 +154,7 @@ FALLBACKS = {
     "jax/flat_kernels": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
     "jax/kernel_calls": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
     "jax/matmul_triton": ["jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
-    "decode/triton": ["decode/test_variants.py"],
+    "decode/triton": ["decode/test_variants.py", "decode/test_slopes.py"],
     "kv_cache": [
         "kv_cache/test_cache.py",
         "kv_cache/test_paged.py",
