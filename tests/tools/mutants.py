@@ -36,8 +36,7 @@ SOURCE = "src/blackwell_sparsek"
 EQUIVALENTS = pathlib.Path(__file__).with_name("equivalent_mutants.txt")
 
 # Host code and portable kernels; not `tuning.py`, where a fault changes the speed alone, nor sm90,
-# whose tests need a GPU or minutes in an emulator, nor the backends for vLLM and SGLang, which need
-# those.
+# whose tests need a GPU or minutes in an emulator, nor what needs vLLM, SGLang or xFormers to run.
 TARGETS = (
     "core/*.py",
     "dispatch/*.py",
@@ -80,6 +79,7 @@ NOT_TARGETS = (
     "sm90_latent.py",
     "sm90_latent_tiles.py",
     "sm90_producer.py",
+    "xformers.py",
 )
 
 # For each folder or file, tests that run after those of the same name; the longest entry that a
@@ -217,6 +217,15 @@ FALLBACKS = {
     ],
     "integrations/huggingface": [
         "integrations/huggingface/test_attention.py",
+        "integrations/huggingface/test_models.py",
+        "integrations/huggingface/test_masks_of_models.py",
+    ],
+    "integrations/huggingface/attention": [
+        "integrations/huggingface/test_attention.py",
+        "integrations/huggingface/test_block_sparse.py",
+        "integrations/huggingface/test_indexed_masks.py",
+        "integrations/huggingface/test_dense.py",
+        "integrations/huggingface/test_fp8.py",
         "integrations/huggingface/test_models.py",
         "integrations/huggingface/test_masks_of_models.py",
     ],
