@@ -30,7 +30,7 @@ def offsets(*values):
         ({"cu_q": offsets(0, 5, 3, 10)}, InvalidInput, r"cu_seqlens_q\[2\] falls"),
         ({"cu_k": offsets(0, 3, 3, 9)}, InvalidInput, r"cu_seqlens_k\[3\].*expected 10, got 9"),
         ({"max_q": 6}, InvalidInput, r"cu_seqlens_q\[3\].*at most 6 tokens, got 7"),
-        ({"max_k": 7.0}, InvalidType, r"max_seqlen_k is not an int"),
+        ({"max_k": 7.0}, InvalidType, r"max_seqlen_k is not an int; expected int, got float"),
         ({"max_k": -1}, InvalidInput, r"max_seqlen_k is negative"),
         (
             {"block_mask": BlockMask.from_dense(torch.ones(1, 1).bool(), 16, (7, 8))},

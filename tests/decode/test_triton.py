@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from blackwell_sparsek.calls.attention import empty_lse, empty_out
-from blackwell_sparsek.decode.triton import launch_attn_decode
+from blackwell_sparsek.decode.triton import half_rows, launch_attn_decode
 from blackwell_sparsek.decode.tuning import DecodeConfig
 from blackwell_sparsek.masks.band import Band
 from blackwell_sparsek.testing import guard, layouts, poison
@@ -198,6 +201,26 @@ def test_fp8_caches(scales, dtype, softcap, device):
     )
     check(case, device)
     check(dataclasses.replace(case, page_size=16), device, config(3, tile_n=32))
+
+
+@triton.jit
+def _half_rows_kernel(half_ptr, up_ptr, q_ptr, D: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    at = rows[:, None] * D + tl.arange(0, D)[None, :]
+    half, up = half_rows(tl.load(q_ptr + at))
+    tl.store(half_ptr + at, half)
+    tl.store(up_ptr + rows, up)
+
+
+@pytest.mark.parametrize("across", [False], indirect=True)
+def test_queries_of_any_size_fit_into_fp16(across, device):
+    """Beside keys in fp8; the largest in a row are within the rounding of fp16, others near it."""
+    largest = torch.tensor([3e38, 2.0**127, 1e38, 65520.0, 1.0, 2e-5, 2.0**-126, 0.0])
+    q = (largest[:, None] * torch.linspace(-1, 1, 16)).to(device)
+    half, up = torch.empty_like(q, dtype=HALF), torch.empty_like(q[:, 0])
+    _half_rows_kernel[(1,)](half, up, q, D=16, ROWS=len(q))
+    error = (half.double() * up.double()[:, None] - q.double()).abs().amax(1)
+    assert (error <= largest.double().to(device) * 2.0**-11).all()
 
 
 @pytest.mark.parametrize("page", [-1, 9, 2**31 - 1, 2**32])

@@ -40,6 +40,20 @@ def test_any_wrong_value_is_refused_or_read(tmp_path):
             assert_refused_or_tiles(path)
 
 
+@pytest.mark.parametrize("tile", [[16, 256, 1, 1], [256, 16, 16, 8]])
+def test_the_limits_of_a_tile(tmp_path, tile):
+    path = tmp_path / "x.json"
+
+    def read(changed):
+        path.write_text(json.dumps(TABLE | {"tiles": {"k": {"1": changed}}}))
+        return tuned.read_tiles(path)
+
+    assert read(tile) == {("k", "1"): tuple(tile)}
+    for i, wrong in ((0, 8), (0, 512), (1, 48), (2, 3), (2, 32), (3, 0), (3, 9)):
+        with pytest.raises(InvalidInput, match="'k' '1': expected a tile, got"):
+            read([*tile[:i], wrong, *tile[i + 1 :]])
+
+
 @in_one_folder
 @given(content=st.binary(max_size=60) | fuzzing.values.map(lambda x: fuzzing.as_text(x).encode()))
 def test_any_other_file_is_refused(tmp_path, content):

@@ -261,6 +261,18 @@ class TestFlash:
         for ours, given in zip(gradients, inputs, strict=True):
             torch.testing.assert_close(ours, given.grad)
 
+    def test_results_look_as_torch_says(self, x):
+        """Compiled models are traced with torch's description of them."""
+        described = torch.ops.aten._scaled_dot_product_flash_attention(
+            *[x.half().to("meta")] * 3, 0.0, True
+        )
+        made = flash.sdpa_forward(*[x.half()] * 3, is_causal=True)
+        look, expected = (
+            [(y.shape, y.dtype) if isinstance(y, torch.Tensor) else y for y in results]
+            for results in (made, described)
+        )
+        assert look == expected
+
     @pytest.mark.parametrize("packed", [False, True])
     def test_windows(self, packed):
         generator = torch.Generator().manual_seed(0)

@@ -204,6 +204,16 @@ def test_tensors_that_do_not_fit(trained):
         memory_efficient_attention(q, k, v, bias)
 
 
+@pytest.mark.parametrize(
+    "module, name", [(__name__, "LowerTriangularMask"), (BIASES, "MaskOfAnotherRelease")]
+)
+def test_other_classes_are_refused(module, name):
+    """One of the same name from elsewhere need not mean the same."""
+    bias = type(name, (), {"__module__": module})()
+    with pytest.raises(Unsupported, match=f"attn_bias is unknown.*got {module}.{name}$"):
+        memory_efficient_attention(*tensors(2, 9, 13), bias)
+
+
 def test_refusals(biases):
     q, k, v = tensors(1, 24, 24)
     cases = [

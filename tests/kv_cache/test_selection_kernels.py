@@ -138,6 +138,15 @@ def test_wrong_pages_and_lengths_are_not_touched(summarise, device):
     assert set(touched) <= wanted
 
 
+@SUMMARISE
+def test_a_table_without_any_token_is_not_followed(summarise, device):
+    cache, _, table = cache_of([33, 30], 8, paged=True, device=device)
+    table[:] = cache.shape[0] + 5
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    got = made_by(summarise, cache.nan_to_num(7), lengths, table, 8, "minmax")
+    assert not got.low.any() and not got.high.any()
+
+
 def exact_lists(q, summaries, k, lengths, table, keep_first, keep_last, reduce):
     """The definition, page by page in fp64."""
     low, high, page_size = summaries.low.cpu(), summaries.high.cpu(), summaries.page_size

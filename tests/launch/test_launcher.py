@@ -11,7 +11,7 @@ import torch
 from blackwell_sparsek.launch import launcher, prepared, templates, workspace
 from blackwell_sparsek.launch.descriptors import tensor_descriptor
 from blackwell_sparsek.launch.launcher import cdiv, launch, on_device_of
-from blackwell_sparsek.launch.recording import recording
+from blackwell_sparsek.launch.recording import recording, unrecorded
 from blackwell_sparsek.launch.templates import RecordedLaunches
 from blackwell_sparsek.launch.workspace import scratch
 
@@ -120,6 +120,16 @@ def test_only_what_happens_inside_is_recorded():
     assert [step.grid for step in made.launches] == [2]
     assert [step.grid for step in inner.launches] == [3]
     assert len(made.scratch) == 1 and inner.scratch == []
+
+
+def test_what_is_built_once_and_kept_is_not_recorded():
+    kernel, x = Kernel(), torch.zeros(2)
+    with recording() as made:
+        launch(kernel, 1, [x])
+        with unrecorded():
+            launch(kernel, 2, [x])
+        launch(kernel, 3, [x])
+    assert [step.grid for step in made.launches] == [1, 3]
 
 
 def test_a_recording_ends_with_an_error():

@@ -19,6 +19,7 @@ from blackwell_sparsek.decode import api as functional_decode
 from blackwell_sparsek.launch import launcher as launching
 from blackwell_sparsek.launch import replay as module
 from blackwell_sparsek.launch import templates, workspace
+from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.masks.block_mask import BlockMask
 
 from .fakes import fake_variants
@@ -423,3 +424,60 @@ def test_calls_on_the_cpu_are_not_recorded(monkeypatch):
     assert not module.may_record((), [q, q], [None])
     bsk.attention(q, q, q)
     assert attention_repeat._DENSE == {}
+
+
+class InGpuMemory(torch.Tensor):
+    """A tensor on the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def build(gpu, monkeypatch):
+    """Builds with two tensors, and says what that returned and whether it was made in full."""
+    monkeypatch.setattr(module, "_BUILDING", {})
+    monkeypatch.setattr(launching, "raw_device", lambda: DEVICE)
+
+    def call(key, *tensors):
+        full = []
+
+        def launches():
+            full.append(True)
+            launching.launch(None, 1, tuple(x.as_subclass(torch.Tensor) for x in tensors))
+
+        return module.launch_recorded(key, tensors, launches), bool(full)
+
+    return call
+
+
+def built_tensors(first=0):
+    return [half(24).as_subclass(InGpuMemory)[first:] for _ in range(2)]
+
+
+def test_what_is_built_once_and_kept_is_recorded_by_itself(gpu, build):
+    with recording() as outer:
+        recorded, full = build("lists", *built_tensors())
+        assert recorded is not None and full and not gpu.repeated
+        others = built_tensors()
+        assert build("lists", *others) == (recorded, False)
+        assert gpu.repeated == [tuple(x.data_ptr() for x in others)]
+        assert build("other lists", *others)[1]
+    assert not outer.launches and len(gpu.repeated) == 1
+
+
+def test_what_is_built_at_odd_addresses_is_recorded_as_such(gpu, build):
+    build("lists", *built_tensors())
+    odd = built_tensors(first=1)
+    assert build("lists", *odd) == (None, True)
+    assert build("lists", *odd) == (None, False) and len(gpu.repeated) == 1
+
+
+def test_what_is_built_in_a_capture_is_built_again(gpu, build, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        with recording() as outer:
+            assert build("lists", *built_tensors()) == (None, True)
+        assert not outer.launches
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    recorded, full = build("lists", *built_tensors())
+    assert recorded is not None and full and not gpu.repeated

@@ -1,9 +1,10 @@
 """`make mutants`: plant small faults in the package and see whether the tests notice.
 
-A random sample of all mutants (`mutations.py`) of the formats, the host code of the operations, the
-eager implementations and the portable kernels. Each runs in a process of its own, in a copy of the
-repository, against the tests that mirror the file, then those of `FALLBACKS`. What a test does not
-notice is a hole: give it a test, or say in `equivalent_mutants.txt` why nobody can tell.
+A random sample of all mutants (`mutations.py`) of the package, but for kernels for Hopper, choices
+of tiles, and the code that measures and tests the rest. Each runs in a process of its own, in a
+copy of the repository, against the tests that mirror the file, then those of `FALLBACKS`. What a
+test does not notice is a hole: give it a test, or say in `equivalent_mutants.txt` why nobody can
+tell.
 
 A run that was stopped goes on where it was: the answer for a mutant stays in the file of `--out`
 and counts as long as the mutated file and its tests have not changed since. The whole sample counts
@@ -35,12 +36,16 @@ SOURCE = "src/blackwell_sparsek"
 EQUIVALENTS = pathlib.Path(__file__).with_name("equivalent_mutants.txt")
 
 # Host code and portable kernels; not `tuning.py`, where a fault changes the speed alone, nor sm90,
-# which no test without a GPU runs.
+# whose tests need a GPU or minutes in an emulator, nor what needs vLLM, SGLang or xFormers to run.
 TARGETS = (
+    "core/*.py",
+    "dispatch/*.py",
+    "launch/*.py",
     "masks/*.py",
     "sparse/*.py",
     "calls/*.py",
     "device/*.py",
+    "reference/*.py",
     "attention/*.py",
     "attention/eager/*.py",
     "attention/triton/*.py",
@@ -48,10 +53,15 @@ TARGETS = (
     "decode/*.py",
     "distributed/*.py",
     "fp8/*.py",
+    "integrations/*.py",
+    "integrations/flash_attn/*.py",
+    "integrations/huggingface/*.py",
     "jax/*.py",
     "kv_cache/*.py",
     "matmul/*.py",
     "matmul/triton/*.py",
+    "nn/*.py",
+    "prune/*.py",
     "ragged/*.py",
     "select_keys/*.py",
     "sparse_attention/*.py",
@@ -69,6 +79,7 @@ NOT_TARGETS = (
     "sm90_latent.py",
     "sm90_latent_tiles.py",
     "sm90_producer.py",
+    "xformers.py",
 )
 
 # For each folder or file, tests that run after those of the same name; the longest entry that a
@@ -85,7 +96,63 @@ FALLBACKS = {
     "calls/cache": ["kv_cache/test_cache.py", "kv_cache/test_paged.py"],
     "calls/decode": ["decode/test_op.py", "decode/test_api.py"],
     "calls/fp8": ["fp8/test_attention.py", "fp8/test_quantize.py", "fp8/test_matmul.py"],
+    "core": ["core/test_checks.py"],
+    "core/activations": [
+        "device/test_epilogue.py",
+        "matmul/triton/test_epilogue_gradients.py",
+        "matmul/test_api.py",
+    ],
+    "core/after_torch": ["architecture/test_lazy_imports.py", "dispatch/test_flops.py"],
+    "core/checks": ["core/test_checks.py", "dispatch/test_transforms.py"],
+    "core/env": ["core/test_env.py", "dispatch/test_dispatcher.py"],
     "core/fp8": ["fp8/test_quantize.py", "sparse/test_fp8.py"],
+    "core/sizes": ["launch/test_descriptors.py", "launch/test_launcher.py", "fp8/test_quantize.py"],
+    "core/target": ["dispatch/test_machine.py"],
+    "core/torch_private": ["launch/test_launcher.py", "launch/test_workspace.py"],
+    "core/torch_state": [
+        "dispatch/test_machine.py",
+        "dispatch/test_dispatcher.py",
+        "masks/test_block_mask.py",
+        "attention/test_op.py",
+    ],
+    "core/transfer": [
+        "kv_cache/test_cache.py",
+        "kv_cache/test_paged.py",
+        "nn/test_written_pattern.py",
+    ],
+    "dispatch": ["dispatch/test_dispatcher.py"],
+    "dispatch/model_report": ["nn/test_comfort.py", "dispatch/test_sparsity.py"],
+    "dispatch/operators": ["dispatch/test_transforms.py", "attention/test_op.py"],
+    "launch": ["launch/test_launcher.py", "launch/test_variants.py", "launch/test_described.py"],
+    "launch/descriptors": ["decode/test_tuning_sm90.py"],
+    "launch/interpreted": ["decode/test_triton.py", "attention/triton/test_forward.py"],
+    "launch/recording": [
+        "launch/test_launcher.py",
+        "launch/test_workspace.py",
+        "attention/test_replay.py",
+    ],
+    "launch/replay": ["attention/test_replay.py", "masks/test_derived_lists.py"],
+    "launch/resize": ["attention/test_resize.py"],
+    "launch/signature": [
+        "launch/test_described.py",
+        "launch/test_assembler.py",
+        "testing/test_compile_only.py",
+    ],
+    "launch/templates": [
+        "launch/test_launcher.py",
+        "launch/test_replay.py",
+        "testing/test_canaries.py",
+    ],
+    "reference/fp8": ["fp8/test_quantize.py", "fp8/test_attention.py", "fp8/test_matmul.py"],
+    "reference/gated_attention": ["attention/gated/test_gated.py"],
+    "reference/attention": ["attention/eager/test_forward.py", "attention/test_bias.py"],
+    "reference/ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
+    "reference/select_keys": ["select_keys/test_api.py"],
+    "reference/sparse_attention": [
+        "sparse_attention/test_api.py",
+        "sparse_attention/eager/test_eager.py",
+    ],
+    "reference/sparsek": ["sparsek/test_api.py", "sparsek/test_triton.py"],
     "matmul/fp8_": ["fp8/test_matmul.py"],
     "calls/gated_attention": ["attention/gated/test_gated.py"],
     "attention/gated": ["attention/gated/test_gated.py"],
@@ -109,6 +176,7 @@ FALLBACKS = {
     ],
     "device/partials": ["decode/test_triton.py"],
     "attention": ["attention/test_api.py", "attention/test_op.py", "attention/test_autograd.py"],
+    "attention/api": ["attention/test_api.py", "attention/test_varlen.py"],
     "attention/autograd": ["attention/test_autograd.py", "attention/test_replay.py"],
     "attention/fp8_": ["fp8/test_attention.py", "attention/test_api.py"],
     "attention/inputs": [
@@ -143,7 +211,33 @@ FALLBACKS = {
     "fp8": ["fp8/test_quantize.py", "fp8/test_attention.py", "fp8/test_matmul.py"],
     "fp8/attend": ["fp8/test_attention.py"],
     "fp8/multiply": ["fp8/test_matmul.py"],
+    "integrations": ["integrations/test_integrations.py"],
+    "integrations/flash_attn": [
+        "integrations/test_flash_attn.py",
+        "integrations/test_flash_attn_grid.py",
+    ],
+    "integrations/huggingface": [
+        "integrations/huggingface/test_attention.py",
+        "integrations/huggingface/test_models.py",
+        "integrations/huggingface/test_masks_of_models.py",
+    ],
+    "integrations/huggingface/attention": [
+        "integrations/huggingface/test_attention.py",
+        "integrations/huggingface/test_block_sparse.py",
+        "integrations/huggingface/test_indexed_masks.py",
+        "integrations/huggingface/test_dense.py",
+        "integrations/huggingface/test_fp8.py",
+        "integrations/huggingface/test_models.py",
+        "integrations/huggingface/test_masks_of_models.py",
+    ],
+    "integrations/huggingface/visible_keys": [
+        "integrations/huggingface/test_visible_keys.py",
+        "integrations/huggingface/test_indexed_masks.py",
+        "integrations/huggingface/test_padding.py",
+        "integrations/huggingface/test_masks_of_models.py",
+    ],
     "jax": ["jax/test_attention.py", "jax/test_decode.py", "jax/test_matmul.py"],
+    "jax/bsr": ["jax/test_pytrees.py", "jax/test_matmul.py"],
     "jax/block_mask": ["jax/test_pytrees.py", "jax/test_attention.py"],
     "jax/attention_triton": ["jax/test_attention_kernels.py", "jax/test_vmap_kernels.py"],
     "jax/batching": ["jax/test_vmap_kernels.py"],
@@ -153,7 +247,7 @@ FALLBACKS = {
     "jax/flat_kernels": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
     "jax/kernel_calls": ["jax/test_attention_kernels.py", "jax/test_other_kernels.py"],
     "jax/matmul_triton": ["jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
-    "decode/triton": ["decode/test_variants.py"],
+    "decode/triton": ["decode/test_variants.py", "decode/test_slopes.py"],
     "kv_cache": [
         "kv_cache/test_cache.py",
         "kv_cache/test_paged.py",
@@ -169,8 +263,20 @@ FALLBACKS = {
     "matmul/triton": ["matmul/test_op.py"],
     "matmul/triton/finish": ["matmul/triton/test_spmm.py"],
     "matmul/triton/spmm": ["matmul/test_op.py", "fp8/test_matmul.py"],
+    "nn/bsr": [
+        "nn/test_bsr_linear.py",
+        "nn/test_bsr_weight.py",
+        "nn/test_comfort.py",
+        "nn/test_fp8.py",
+        "nn/test_written_pattern.py",
+        "nn/test_distributed.py",
+    ],
     "ragged": ["ragged/test_api.py", "ragged/test_triton.py"],
-    "ragged/api": ["ragged/test_triton.py", "attention/test_bias.py"],
+    "ragged/api": [
+        "ragged/test_triton.py",
+        "attention/test_bias.py",
+        "fp8/test_attention.py",
+    ],
     "select_keys": ["select_keys/test_api.py", "select_keys/test_choose.py"],
     "sparse_attention": [
         "sparse_attention/test_api.py",

@@ -60,6 +60,28 @@ def test_a_mask_for_all_layers():
     torch.testing.assert_close(masked, called(model).logits)
 
 
+def test_layers_get_the_band_of_their_mask():
+    """None stands for a causal mask, where layers are known to be causal without it."""
+    from transformers import masking_utils
+
+    name = register_context_parallel(Plan.contiguous(LENGTH, 1))
+    make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name]
+    causal = masking_utils.causal_mask_function
+    window = masking_utils.sliding_window_causal_mask_function(5)
+    both_sides = masking_utils.bidirectional_mask_function
+
+    def band_of(function, config):
+        made = make(1, LENGTH, LENGTH, mask_function=function, config=config, device=IDS.device)
+        return None if made is None else tuple(made.band)
+
+    llama = transformers.LlamaConfig(**SIZES)
+    assert band_of(causal, llama) is None
+    assert band_of(window, llama) == (4, 0)
+    assert band_of(both_sides, llama) == (None, None)
+    # a model without sdpa, whose decoder layers do not say that they are causal
+    assert band_of(causal, transformers.PegasusXConfig()) == (None, 0)
+
+
 def test_what_shards_do_not_have_is_refused():
     model = model_of(register_context_parallel(Plan.contiguous(LENGTH, 1)))
     padded = torch.ones(1, LENGTH, dtype=torch.int64)
