@@ -395,7 +395,7 @@ def attention_packed(
         check_choice(op, "impl", impl, IMPLS)
         check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
-        results = attend_fp8(
+        fp8_results = attend_fp8(
             fp8_call(
                 op,
                 *(q, k, v, PACKED, scales, out_dtype),
@@ -409,7 +409,7 @@ def attention_packed(
             ),
             impl,
         )
-        return returned(results, None, return_lse)
+        return returned(fp8_results, None, return_lse)
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k),
         *(causal, window, scale, softcap, deterministic, impl),

@@ -47,9 +47,7 @@ def define_autograd(name: str, setup: Callable[..., None], backward: Callable[..
     )
 
 
-def transformable(
-    op: Operator, setup: Callable[..., None], backward: Callable[..., Any]
-) -> Operator:
+def transformable(op: Any, setup: Callable[..., None], backward: Callable[..., Any]) -> Operator:
     """`op`, also for gradients that `torch.func` asks for: it ignores the derivatives of operators.
 
     `setup` and `backward` are those of `define_autograd`. Derivatives of derivatives exist if

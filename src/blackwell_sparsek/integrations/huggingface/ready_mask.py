@@ -33,7 +33,7 @@ def sparse_under_ready_mask(
     plan.shared("is causal", lambda: _check_causal(plan, query.device))
     if sparse.top_k is not None and plan.q_length > 1:
         return _intersection(plan, sparse, query, key)
-    return plan.shared(("under", sparse), lambda: _intersection(plan, sparse, query, key))  # type: ignore[no-any-return]
+    return plan.shared(("under", sparse), lambda: _intersection(plan, sparse, query, key))
 
 
 def _check_causal(plan: VisibleKeys, device: torch.device) -> None:

@@ -123,7 +123,7 @@ def _move(machine: Machine, instruction: Instruction) -> Step:
     index = given.index if isinstance(given, Register) else None
 
     def step(warp: Warp, mask: Any) -> None:
-        sums = warp.sums.get(index)
+        sums = None if index is None else warp.sums.get(index)
         warp.set(to, read(warp), mask)
         # the compiler may rename sums before it waits for them
         if sums is not None:
