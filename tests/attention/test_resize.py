@@ -100,13 +100,11 @@ class Call:
             return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=torch.bfloat16)[..., : shape[-1]]
         return torch.zeros(shape, dtype=torch.bfloat16)
 
-    def make(self):
-        tensors = (self.q, self.k, self.v)
-        if self.offsets:
-            return bsk.attention_varlen(
-                *tensors, *self.offsets, sinks=self.sinks, return_lse=True, **self.options
-            )
-        return bsk.attention(*tensors, sinks=self.sinks, return_lse=True, **self.options)
+    def make(self, *tensors):
+        """Output and lse, of these q, k and v if given."""
+        attend = bsk.attention_varlen if self.offsets else bsk.attention
+        tensors = tensors or (self.q, self.k, self.v)
+        return attend(*tensors, *self.offsets, sinks=self.sinks, return_lse=True, **self.options)
 
     def launch(self, state):
         """What is launched, with names in place of addresses."""
@@ -280,13 +278,14 @@ def test_training_keeps_nothing_alive(gpu):
 def gradients(made, state, dout=None):
     """Everything that the backward pass of a call launches, with names in place of addresses."""
     inputs = [x.detach().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = bsk.attention(*inputs, **made.options)
+    out, _ = made.make(*inputs)
     dout = torch.zeros_like(out) if dout is None else dout
     lse = out.grad_fn.saved_tensors[4]
     del state.launched[:]
     got = torch.autograd.grad(out, inputs, dout)
     given = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*inputs, *got), strict=True))
     given |= {"out": out, "dout": dout, "lse": lse}
+    given |= dict(zip(("cu_q", "cu_k"), made.offsets, strict=False))
     names = {x.data_ptr(): name for name, x in given.items()}
     noted = [[x.shape, x.stride(), x.dtype] for x in got]
     for kernel, grid, _, values, maps in state.launched:
@@ -348,6 +347,75 @@ def test_gradients_that_differ_in_more_are_computed_in_full(gpu, monkeypatch):
     assert len(full) == 4
     gradients(Call(104), gpu)
     assert len(full) == 4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "case", ["full", "causal", "one head", "many heads", "wide heads", "softcap, sinks"]
+)
+def test_gradients_of_packed_sequences(case, deterministic, gpu, monkeypatch):
+    """Learned from one call; the others differ in sequences, lengths and tokens."""
+    options = {**CASES[case], "deterministic": deterministic}
+    if "softcap" in options:
+        options["dims"] = (128, 128)
+    full = counted_gradients(monkeypatch)
+
+    def call(*lengths):
+        made = Call(1, layout="packed", lengths=lengths, **options)
+        if all(of_q == of_k for of_q, of_k in lengths):
+            made.offsets = made.offsets[:1] * 2
+        return made
+
+    gradients(call((100, 100), (40, 90)), gpu)
+    assert len(full) == 1
+    others = [
+        [(700, 700)],
+        [(50, 60), (0, 0), (33, 1)],
+        [(3000, 4000)] * 7,
+        # pairs of which the forward makes no difference: the longest query, all keys together
+        [(2000, 3000), (2000, 3000)],
+        [(3900, 3000), (100, 3000)],
+        list(zip([100] * 7, [160, 160, 160, 160, 100, 100, 60], strict=True)),
+        list(zip([100] * 7, [160, 160, 160, 160, 160, 160, 70], strict=True)),
+    ]
+    for lengths in others:
+        made = call(*lengths)
+        quick = gradients(made, gpu)
+        assert len(full) == 1, lengths
+        monkeypatch.setattr(launch_replay, "_seen", {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resize_backward, "_FAMILIES", {})
+            slow = gradients(made, gpu)
+        assert full.pop() == 0 and len(full) == 1
+        assert len(quick) == 6 and quick == slow, lengths
+
+
+def test_training_on_packed_sequences_is_resized_and_replayed(gpu):
+    def call(*lengths, **options):
+        made = Call(1, layout="packed", lengths=lengths, causal=True, **options)
+        for x in (made.q, made.k, made.v):
+            x.requires_grad_()
+        return made
+
+    call((100, 100), (40, 90)).make()
+    made = call((150, 150), (30, 60))
+    out, lse = made.make()
+    assert gpu.full == 1 and out.requires_grad and lse.requires_grad
+    assert out.grad_fn.training._lengths == (150, 150)
+    *_, cu_q, cu_k, slopes, bias = out.grad_fn.saved_tensors
+    assert (cu_q is made.offsets[0], cu_k is made.offsets[1]) == (True, True)
+    assert slopes is bias is None
+    # offsets that queries and keys share are passed once
+    made.offsets = [made.offsets[0]] * 2
+    made.k, made.v = made.k[:180], made.v[:180]
+    made.options["max_seqlen_k"] = 150
+    for _ in range(launch_replay.RESIZED_CALLS + 1):
+        out, _ = made.make()
+        assert out.grad_fn.saved_tensors[6] is out.grad_fn.saved_tensors[7] is made.offsets[0]
+    assert gpu.full == 2 and len(replay._PACKED) == 1
+    out, _ = made.make()
+    assert gpu.full == 2
+    assert out.grad_fn.saved_tensors[6] is out.grad_fn.saved_tensors[7] is made.offsets[0]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

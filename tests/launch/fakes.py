@@ -106,7 +106,7 @@ class _NotingVariant:
         self._kernel, self._launched = kernel, launched
 
     def prepared(self, grid: int, values: Any) -> "_NotingPrepared":
-        return _NotingPrepared(self, values)
+        return _NotingPrepared(self, grid, values)
 
     def launch(self, grid: int, stream: int, values: Any, maps: Any) -> None:
         self.note(grid, stream, values, {place: encoded.address for place, encoded in maps})
@@ -117,9 +117,12 @@ class _NotingVariant:
 
 
 class _NotingPrepared:
-    def __init__(self, variant: _NotingVariant, values: Any):
+    def __init__(self, variant: _NotingVariant, grid: int, values: Any):
         self.words, self.places = list(values), {}
-        self._variant = variant
+        self._variant, self._grid = variant, grid
+
+    def launch(self, stream: int) -> None:
+        self.launch_on(self._grid, stream)
 
     def launch_on(self, grid: int, stream: int) -> None:
         self._variant.note(grid, stream, self.words, self.places)

@@ -111,7 +111,7 @@ def _variant(walk, args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "parameters_of", lambda compiled: parameters)
         dtypes = [x.base.dtype for _, x in walk.descriptors]
-        return prepared.Variant(compiled, variants._loaded, dtypes, 1)
+        return prepared.Variant(compiled, lambda made: made.function, dtypes, 1)
 
 
 def _tensors(args):
@@ -157,6 +157,11 @@ def packed(q, k, v, dout, offsets):
     return bsk.attention_varlen(
         q, k, v, offsets, offsets, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0], causal=True
     )
+
+
+def packed_training(q, k, v, dout, offsets):
+    out = packed(q, k, v, dout, offsets)
+    return torch.autograd.grad(out, (q, k, v), dout)
 
 
 class _Nothing(torch.autograd.Function):
@@ -214,6 +219,7 @@ KINDS = {
     "forward": Kind(forward),
     "packed": Kind(packed, packed=True),
     "training": Kind(training, trains=True),
+    "packed training": Kind(packed_training, packed=True, trains=True),
     "training, thread": Kind(Threaded(forward), trains=True),
     "trivial function": Kind(trivial, trains=True),
     "trivial function, thread": Kind(Threaded(trivial_forward), trains=True),

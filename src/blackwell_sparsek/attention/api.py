@@ -420,7 +420,7 @@ def attention_packed(
     if is_extended:
         found, results = None, _replay_extended(options, (*inputs, *further), block_mask)
     else:
-        found = describe(options, inputs, block_mask, packed=True)
+        found = describe(options, inputs, block_mask)
         results = replayed_or_resized(found, options, inputs, block_mask, packed=True)
     if results is None:
         op = "attention_varlen"

@@ -123,7 +123,10 @@ class TrainingCall:
 
     def resized(self, max_q: int, max_k: int) -> "TrainingCall":
         """The same call with other lengths, for which nothing is recorded."""
-        given = (self._spec, self._deterministic, self._impl, self._options)
+        *alike, longest = options = self._options
+        if longest:
+            options = (*alike, (max_q, max_k))
+        given = (self._spec, self._deterministic, self._impl, options)
         return TrainingCall(*given, lengths=(max_q, max_k))
 
     def bound(self, mask: BlockMask) -> "TrainingCall":
@@ -134,31 +137,25 @@ class TrainingCall:
         given = (spec, self._deterministic, self._impl, self._options)
         return TrainingCall(*given, launches, self._of_kind)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        addresses: list[int],
-        return_lse: bool,
-    ) -> Tensors:
-        """The call on new tensors, at `addresses`, that match those it was recorded with."""
+    def attend(self, inputs: Sequence[Any], addresses: list[int], return_lse: bool) -> Tensors:
+        """The call on new inputs, at `addresses`, that match those it was recorded with."""
         make = partial(cast(Launches, self._forward), addresses)
-        made: Any = _apply(q, k, v, sinks, (self, make, _NOTHING_FIXED, return_lse))
-        return made if return_lse else (made,)
+        return self._applied(inputs, make, return_lse)
 
-    def attend_with(
-        self,
-        results: Tensors,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        return_lse: bool,
+    def attend_with(self, results: Tensors, inputs: Sequence[Any], return_lse: bool) -> Tensors:
+        """The call on these inputs; `results` are its output and lse, already computed."""
+        return self._applied(inputs, lambda: results, return_lse)
+
+    def _applied(
+        self, inputs: Sequence[Any], make: Callable[[], Tensors], return_lse: bool
     ) -> Tensors:
-        """The call on these tensors; `results` are its output and lse, already computed."""
-        made: Any = _apply(q, k, v, sinks, (self, lambda: results, _NOTHING_FIXED, return_lse))
+        q, k, v, sinks, *offsets = inputs
+        fixed = _NOTHING_FIXED
+        if offsets:
+            # as `given_offsets` returns them
+            cu_q, cu_k = offsets
+            fixed = (cu_q, cu_q if cu_k is None else cu_k, None, None)
+        made: Any = _apply(q, k, v, sinks, (self, make, fixed, return_lse))
         return made if return_lse else (made,)
 
     def gradients(
@@ -185,7 +182,7 @@ class TrainingCall:
                 launches = self._gradient_launches(found.key, options)
             if launches is not None:
                 return launches(found.addresses)
-            if mask is None and cu_q is None:
+            if mask is None:
                 made = resized_gradients(found, options, (q, k, v))
                 if made is not None:
                     return made
@@ -227,7 +224,7 @@ class TrainingCall:
 
 
 # Offsets of packed sequences, slopes and bias: tensors of a call that have no gradient.
-_NOTHING_FIXED = (None, None, None, None)
+_NOTHING_FIXED: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
 
 def _fixed_tensors(spec: AttnSpec) -> tuple[Any, Any, Any, Any]:

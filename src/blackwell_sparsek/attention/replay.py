@@ -42,9 +42,7 @@ _FORWARD: Cache = {}
 _BACKWARD: Cache = {}
 
 
-def describe(
-    options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any, packed: bool = False
-) -> Described | None:
+def describe(options: tuple[Any, ...], inputs: tuple[Any, ...], mask: Any) -> Described | None:
     """The key of a call whose arguments are still unchecked; None to make the call in full.
 
     Parameters
@@ -52,7 +50,6 @@ def describe(
     options : all arguments of the public function but tensors, `return_lse` first
     inputs : q, k, v, the sinks, and the offsets of packed sequences
     mask : the block mask
-    packed : whether sequences are packed; their gradients are made in full
     """
     stream = None
     if mask is not None:
@@ -61,7 +58,7 @@ def describe(
         mask._check_unwritten()
         # a mask caches derived lists per stream, so a recording belongs to one stream too
         stream = stream_of(inputs[0])
-    return described(options, inputs, stream, gradients=not packed, operands=3)
+    return described(options, inputs, stream, gradients=True, operands=3)
 
 
 def replayed(
@@ -84,7 +81,7 @@ def replayed(
     if not trains:
         return launches(addresses)
     return_lse = options[0]
-    return launches.attend(*inputs, addresses, return_lse)
+    return launches.attend(inputs, addresses, return_lse)
 
 
 def recorder(
@@ -265,10 +262,13 @@ class CheckedCall(NamedTuple):
 def gradient_options(
     spec: AttnSpec, has_sinks: bool, deterministic: bool, impl: str, packed: bool
 ) -> tuple[Any, ...]:
-    """The options that the launches of gradients depend on, besides `needs`."""
-    # the shapes of packed tensors do not tell the longest length
+    """The options that the launches of gradients depend on, besides `needs`.
+
+    The last are the longest lengths of packed sequences, () of dense batches.
+    """
+    # the shapes of packed tensors do not tell the longest lengths
     longest = (spec.max_q, spec.max_k) if packed else ()
-    return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic, *longest)
+    return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic, longest)
 
 
 def given_offsets(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ computed by the same functions as in a full call. Calls that differ only in thei
 *family*.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,9 +80,8 @@ def _resized(found: Described, options: tuple[Any, ...], inputs: tuple[Any, ...]
     if not found.trains:
         return results
     training = family.training.resized(call.max_q, call.max_k)
-    q, k, v, sinks = inputs
     return_lse = options[0]
-    return cast(Tensors, training.attend_with(results, q, k, v, sinks, return_lse))
+    return training.attend_with(results, inputs, return_lse)
 
 
 def _family_call(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedCall] | None:

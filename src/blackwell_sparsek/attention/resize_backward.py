@@ -1,4 +1,4 @@
-"""Gradients of dense calls without a mask that differ only in their lengths from earlier ones.
+"""Gradients of calls without a mask that differ only in their lengths from earlier ones.
 
 The counterpart of `resize` for the backward pass.
 """
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.attention import AttentionCall, tma_takes_strides
+from ..calls.attention import AttentionCall, ResizedGradients, tma_takes_strides
 from ..core.torch_private import raw_device
 from ..launch.recording import recording
 from ..launch.replay import (
@@ -39,20 +39,21 @@ def resized_gradients(
 
     Parameters
     ----------
-    found : what `described` gave for (dout, q, k, v, out, dlse, lse)
+    found : what `described` gave for (dout, q, k, v, out, dlse, lse) and, of packed sequences,
+        their offsets
     options : those of `replay.gradient_options`
     tensors : q, k and v
     """
     given = _given(found, options) if _FAMILIES else None
     if given is None:
         return None
-    key, sources = given
+    key, call = given
     family = kept(_FAMILIES, key)
     if family is None or family.device != raw_device():
         return None
     if times_seen(found.key) >= RESIZED_CALLS:
         return None
-    gradients = family.launches.run(sources, tensors)
+    gradients = family.launches.run(call, tensors)
     if gradients is None:
         return None
     note_call(found.key)
@@ -69,46 +70,64 @@ class _Family(NamedTuple):
     launches: Any
 
 
-def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """The family of gradients, and dout, q, k, v, out and lse by address, shape and strides.
+def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedGradients] | None:
+    """The family of gradients, and everything else that their launches depend on.
 
     None if they must be computed in full.
     """
     needs, *_ = found.key
-    dout, q, k, v, out, dlse, lse = found.tensors
+    dout, q, k, v, out, dlse, lse, *offsets = found.tensors
     if needs != _NEEDS or dlse is not None:
         return None
     if dout is None or q is None or k is None or v is None or out is None or lse is None:
         return None
     shape_q, strides_q, dtype, device, _ = q
-    if len(shape_q) != 4:
-        return None
     shape_k, strides_k, *_ = k
     shape_v, strides_v, *_ = v
     shape_out, strides_out, *_ = out
-    shape_lse, strides_lse, *_ = lse
+    _, strides_lse, *_ = lse
     shape_dout, strides_dout, dtype_dout, *_ = dout
-    _, heads, rows, head_dim = shape_q
-    _, heads_kv, _, _ = shape_k
-    _, _, _, head_dim_v = shape_v
-    if 0 in shape_q or 0 in shape_k or (head_dim | head_dim_v) & 15:
+    if 0 in shape_q or 0 in shape_k:
         return None
+    alike: tuple[Any, ...] = options
+    at_dout, at_q, at_k, at_v, at_out, _, at_lse, *at_offsets = found.addresses
+    at_cu_q = at_cu_k = 0
+    if not offsets:
+        batch, heads, max_q, head_dim = shape_q
+        _, heads_kv, max_k, head_dim_v = shape_v
+        contiguous: tuple[int, ...] = (heads * max_q, max_q, 1)
+    else:
+        rows, heads, head_dim = shape_q
+        _, heads_kv, head_dim_v = shape_v
+        contiguous = (rows, 1)
+        *alike_list, longest = options
+        alike, (max_q, max_k) = tuple(alike_list), longest
+        cu_q, _ = offsets
+        if cu_q is None:
+            return None
+        (count, *_), *_ = cu_q
+        batch = count - 1
+        # offsets that queries and keys share are passed once
+        at_cu_q, at_cu_k = at_offsets
+        at_cu_k = at_cu_k or at_cu_q
     # the kernels around the backward are specialised on strides that 16 divides
-    if strides_lse != (heads * rows, rows, 1) or not (
+    if (head_dim | head_dim_v) & 15 or strides_lse != contiguous:
+        return None
+    if not (
         tma_takes_strides(strides_dout, strides_out, step=16)
         and tma_takes_strides(strides_q, strides_k, strides_v)
     ):
         return None
-    at_dout, at_q, at_k, at_v, at_out, _, at_lse = found.addresses
-    sources = (
+    call = ResizedGradients(
         (at_dout, shape_dout, strides_dout),
         (at_q, shape_q, strides_q),
         (at_k, shape_k, strides_k),
         (at_v, shape_v, strides_v),
         (at_out, shape_out, strides_out),
-        (at_lse, shape_lse, strides_lse),
+        *(at_lse, at_cu_q, at_cu_k, batch, max_q, max_k),
     )
-    return (options, dtype, device, dtype_dout, heads, heads_kv, head_dim, head_dim_v), sources
+    sizes = (heads, heads_kv, head_dim, head_dim_v, bool(offsets))
+    return (alike, dtype, device, dtype_dout, *sizes), call
 
 
 class _FamilyRecorder(Recorder):
@@ -144,7 +163,7 @@ def gradient_recorder(
 ) -> Recorder:
     """Records gradients that are computed in full, for calls with other lengths."""
     spec = call.spec
-    if found is None or spec.block_mask is not None or spec.is_varlen:
+    if found is None or spec.block_mask is not None:
         return NO_RECORDER
     if attn_bwd_sm90_is_split(call.problem):
         # two kernels, whose launches are not those of one

@@ -336,6 +336,23 @@ class ResizedCall(NamedTuple):
     max_k: int
 
 
+class ResizedGradients(NamedTuple):
+    """Gradients of a call without a mask, as `ResizedCall` describes the call itself."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    at_lse: int
+    """Of lse, which is contiguous."""
+    at_cu_seqlens_q: int
+    at_cu_seqlens_k: int
+    batch: int
+    max_q: int
+    max_k: int
+
+
 @dataclass(eq=False)
 class BackwardCall:
     """The backward pass of a call, the argument of every implementation of it.

@@ -127,6 +127,31 @@ def test_repeated_calls(dim):
         check_gradients(AttnGradients(*made, None), weight, None, q, k, v, spec)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+def test_lengths_never_seen(dim, deterministic):
+    """Launches of an earlier call with another number of sequences, of tokens and of keys."""
+    torch.manual_seed(2)
+    batches = ((200, 56, 256), (100,), (700, 3, 0, 333), (64,) * 20, (1500, 129))
+    for i, lengths in enumerate(batches):
+        of_keys = [n + 30 * (i % 2) for n in lengths]
+        cu_q, cu_k = (
+            torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (lengths, of_keys)
+        )
+        tokens, keys, longest = sum(lengths), sum(of_keys), max(of_keys)
+        q, dout = (torch.randn(tokens, 4, dim, device="cuda", dtype=BRAIN) for _ in "qd")
+        k, v = (torch.randn(keys, 2, dim, device="cuda", dtype=BRAIN) for _ in "kv")
+        given = [x.requires_grad_() for x in (q, k, v)]
+        options = {"max_seqlen_q": max(lengths), "max_seqlen_k": longest, "causal": True}
+        out = bsk.attention_varlen(*given, cu_q, cu_k, **options, deterministic=deterministic)
+        made = torch.autograd.grad(out, given, dout)
+        spec = AttnSpec(
+            dim**-0.5, Band(None, 0), max_q=max(lengths), max_k=longest, cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+        )  # fmt: skip
+        check_gradients(AttnGradients(*made, None), dout, None, q, k, v, spec)
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 192])
 def test_neighbouring_sequences_do_not_count(dim):
     """NaN in the sequence before and behind reaches none of the gradients of one between."""

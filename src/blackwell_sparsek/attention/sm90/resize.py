@@ -6,10 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from ...calls.attention import AttnProblem, AttnSpec, ResizedCall, lse_dtype
+from ...calls.attention import (
+    AttnProblem,
+    AttnSpec,
+    ResizedCall,
+    ResizedGradients,
+    lse_dtype,
+)
+from ...core.sizes import cdiv
 from ...core.torch_private import empty_on_gpu, raw_stream
 from ...device.records import Strides
-from ...launch.descriptors import packed_sizes
+from ...launch.descriptors import GROUP_ROWS, packed_sizes
 from ...launch.recording import Launch
 from ...launch.replay import keep
 from ...launch.resize import MapSource, ResizableLaunch
@@ -21,6 +28,8 @@ from .schedule import (
     backward_schedule,
     forward_schedule,
     forward_work_tiles,
+    packed_backward_schedule,
+    packed_rows,
     padded_rows,
 )
 from .tuning import (
@@ -130,7 +139,7 @@ class ForwardLaunches:
         tensors: tuple[MapSource, ...] = ((out.data_ptr(), shape, strides), q, k, v)
         if tokens is not None:
             given += (cu_q, cu_k)
-            tensors = tuple([(at, *packed_sizes(*sizes)) for at, *sizes in tensors])
+            tensors = _packed(tensors)
         launch.run(programs, stream, given, tensors)
         return out, lse
 
@@ -175,6 +184,9 @@ _PREPROCESS = (
 )  # fmt: skip
 _BACKWARD = ("q_len", "kv_len", "work_ptrs.counter", "num_batch_heads", "raster_group")
 _POSTPROCESS = ("dq_ptr", "q_len", *(f"dq_strides.{x}" for x in _STRIDES), "padded", "sums_ptr")
+# Of packed sequences also these: of the kernels around the backward, and of the backward.
+_OFFSETS = ("cu_seqlens_ptr", "num_sequences")
+_BOTH_OFFSETS = ("cu_seqlens.q", "cu_seqlens.kv", "head_rows")
 # Where work tiles share query heads, also these, and another kernel.
 _ZEROED_KEYS = ("k_sums_ptr", "v_sums_ptr", "k_chunks", "v_chunks")
 _SHARED_HEADS = ("group_size", "head_splits")
@@ -190,7 +202,7 @@ class _BackwardKernels:
     Where work tiles share query heads, a fourth rounds dk and dv.
     """
 
-    def __init__(self, launches: Sequence[Launch]):
+    def __init__(self, launches: Sequence[Launch], packed: bool):
         preprocess, backward, postprocess, *round_keys = launches
         self.config: AttnBwdSm90Config = backward.args[-1]
         ordered, split = self.config.ORDERED, self.config.SPLIT_HEADS
@@ -201,15 +213,15 @@ class _BackwardKernels:
         shares = _SHARED_HEADS if split else ()
         # wide heads add dq by address, the others by tensor map
         sums = ["sums_ptr"] if self.config.SHARED_KEYS else []
-        self.preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, *zeroed))
-        self.backward = ResizableLaunch(backward, (*_BACKWARD, *shares, *semaphore, *sums))
+        offsets, both = (_OFFSETS, _BOTH_OFFSETS) if packed else ((), ())
+        self.preprocess = ResizableLaunch(preprocess, (*_PREPROCESS, *zeroed, *offsets))
+        names = (*_BACKWARD, *shares, *semaphore, *sums, *both)
+        self.backward = ResizableLaunch(backward, names)
         semaphore = ["semaphores_ptr"] if ordered else []
-        self.postprocess = ResizableLaunch(postprocess, (*_POSTPROCESS, *semaphore))
+        self.postprocess = ResizableLaunch(postprocess, (*_POSTPROCESS, *semaphore, *offsets))
         self.round_keys = [ResizableLaunch(x, _ROUND_KEYS) for x in round_keys]
 
 
-# dout, q, k, v, out and lse.
-GradientSources = tuple[MapSource, MapSource, MapSource, MapSource, MapSource, MapSource]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Shape and strides of a tensor.
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -248,7 +260,7 @@ class _BackwardPlan(NamedTuple):
 
 
 class BackwardLaunches:
-    """The launches of dense gradients without a mask, for calls that differ only in lengths.
+    """The launches of gradients without a mask, for calls that differ only in lengths.
 
     Parameters
     ----------
@@ -270,26 +282,24 @@ class BackwardLaunches:
 
     def learn(self, launches: Sequence[Launch]) -> None:
         """Add the launches of a call: preprocess, backward, postprocess, and rounding if any."""
-        kernels = _BackwardKernels(launches)
+        kernels = _BackwardKernels(launches, self._problem.varlen)
         self._kernels[kernels.config] = kernels
 
-    def run(self, given: GradientSources, tensors: tuple[torch.Tensor, ...]) -> Gradients | None:
+    def run(self, call: ResizedGradients, tensors: tuple[torch.Tensor, ...]) -> Gradients | None:
         """Gradients of q, k and v, or None if the kernels do not run such a call.
 
         The device is current; TMA takes all tensors, and 16 divides the strides of dout and out.
-
-        Parameters
-        ----------
-        given : dout, q, k, v, out and lse
-        tensors : q, k and v
+        `tensors` are q, k and v.
         """
-        dout, q, k, v, out, lse = given
+        dout, q, k, v, out, at_lse, cu_q, cu_k, batch, max_q, max_k = call
         _, shape_q, strides_q = q
         _, shape_k, strides_k = k
         _, shape_v, strides_v = v
-        batch, _, q_len, _ = shape_q
-        _, _, kv_len, _ = shape_k
-        plan = self._plan(batch, q_len, kv_len)
+        rows, tokens = max_q, None
+        if cu_q:
+            rows, *_ = shape_q
+            tokens = (rows, shape_k[0])
+        plan = self._plan(batch, max_q, max_k, tokens)
         if plan is None:
             return None
         kernels, config = plan.kernels, plan.kernels.config
@@ -311,18 +321,19 @@ class BackwardLaunches:
 
         at_out, shape_out, strides_out = out
         at_dout, shape_dout, strides_dout = dout
-        at_lse, _, _ = lse
+        offsets = (cu_q, batch) if cu_q else ()
         values = [
-            *(at_out, at_dout, at_lse, q_len),
+            *(at_out, at_dout, at_lse, rows),
             *_token_strides(shape_out, strides_out),
             *_token_strides(shape_dout, strides_dout),
             *(plan.padded, lse_log2, delta, semaphores if ordered else sums),
         ]
         if split and not ordered:
             values += (k_sums, v_sums, *plan.chunks)
+        values += offsets
         kernels.preprocess.run(plan.row_tiles, stream, values, ())
 
-        values = [q_len, kv_len, counter, *plan.values]
+        values = [max_q, max_k, counter, *plan.values]
         if ordered:
             values.append(semaphores)
         maps: list[MapSource] = []
@@ -332,20 +343,23 @@ class BackwardLaunches:
             maps.append((sums, *plan.sums))
         at_dk, at_dv = dk.data_ptr(), dv.data_ptr()
         strides_dk, strides_dv = dk.stride(), dv.stride()
-        if split:
-            maps += ((k_sums, *plan.k_sums), (v_sums, *plan.v_sums))
-        else:
-            maps += ((at_dk, shape_k, strides_dk), (at_dv, shape_v, strides_dv))
-        maps += (dout, q, k, v, (lse_log2, *plan.rows), (delta, *plan.rows))
+        made: tuple[MapSource, ...] = ((at_dk, shape_k, strides_dk), (at_dv, shape_v, strides_dv))
+        given: tuple[MapSource, ...] = (dout, q, k, v)
+        if tokens is not None:
+            values += (cu_q, cu_k, plan.padded)
+            made, given = _packed(made), _packed(given)
+        maps += ((k_sums, *plan.k_sums), (v_sums, *plan.v_sums)) if split else made
+        maps += (*given, (lse_log2, *plan.rows), (delta, *plan.rows))
         kernels.backward.run(plan.programs, stream, values, maps)
 
-        values = [dq.data_ptr(), q_len, *_token_strides(shape_q, dq.stride()), plan.padded, sums]
+        values = [dq.data_ptr(), rows, *_token_strides(shape_q, dq.stride()), plan.padded, sums]
         if ordered:
             values.append(semaphores)
+        values += offsets
         kernels.postprocess.run(plan.row_tiles, stream, values, ())
         for launch in kernels.round_keys:
             values = [
-                *(at_dk, at_dv, kv_len),
+                *(at_dk, at_dv, max_k),
                 *_token_strides(shape_k, strides_dk),
                 *_token_strides(shape_v, strides_dv),
                 *(plan.padded_keys, plan.copies, k_sums, v_sums),
@@ -355,17 +369,24 @@ class BackwardLaunches:
         del memory, owner
         return dq, dk, dv
 
-    def _plan(self, batch: int, q_len: int, kv_len: int) -> _BackwardPlan | None:
-        tiling = tiling_of(batch, q_len, kv_len)
+    def _plan(
+        self, batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None
+    ) -> _BackwardPlan | None:
+        tiling = tiling_of(batch, max_q, max_k, tokens)
+        if tokens is not None:
+            # the raster group depends on the longest query too, the grid on all keys
+            tiling += (cdiv(max_q, GROUP_ROWS), tokens[1] // GROUP_ROWS)
         plan = self._plans.get(tiling)
         if plan is None:
-            plan = self._new_plan(batch, q_len, kv_len)
+            plan = self._new_plan(batch, max_q, max_k, tokens)
             if plan is not None:
                 keep(self._plans, tiling, plan, MAX_PLANS)
         return plan
 
-    def _new_plan(self, batch: int, q_len: int, kv_len: int) -> _BackwardPlan | None:
-        problem = self._problem.with_lengths(batch, q_len, kv_len, None)
+    def _new_plan(
+        self, batch: int, max_q: int, max_k: int, tokens: tuple[int, int] | None
+    ) -> _BackwardPlan | None:
+        problem = self._problem.with_lengths(batch, max_q, max_k, tokens)
         if attn_fwd_sm90_lengths_unsupported(problem) or attn_bwd_sm90_passed_over(problem):
             return None
         head_splits = attn_bwd_sm90_head_splits(problem, self._band)
@@ -373,15 +394,21 @@ class BackwardLaunches:
         if kernels is None:
             return None
         config, heads_kv = kernels.config, problem.heads_kv
-        heads, kv_heads = batch * problem.heads_q, batch * heads_kv
+        kv_heads = batch * heads_kv
         sms, shares = problem.arch.num_sms, kv_heads * head_splits
-        schedule = backward_schedule(config, sms, shares, kv_len)
+        if tokens is None:
+            heads, padded = batch * problem.heads_q, padded_rows(max_q)
+            schedule = backward_schedule(config, sms, shares, max_k)
+        else:
+            # heads of all sequences lie behind each other
+            heads, padded = problem.heads_q, packed_rows(tokens[0], batch)
+            schedule = packed_backward_schedule(config, sms, batch, heads_kv, tokens[1])
         values: tuple[int, ...] = (shares, attn_bwd_sm90_raster_group(problem, head_splits))
         copies = 0
         if config.SPLIT_HEADS:
             values += (problem.heads_q // heads_kv // head_splits, head_splits)
             copies = head_splits if config.ORDERED else 1
-        padded, padded_keys = padded_rows(q_len), padded_rows(kv_len)
+        padded_keys = padded_rows(max_k)
         rows, key_rows = heads * padded, kv_heads * copies * padded_keys
         # 16 divides all addresses, since 128 divides `padded`. There are two semaphores of 4 bytes
         # for 64 rows.
@@ -415,24 +442,34 @@ def _sums_layout(heads: int, rows: int, width: int) -> _Layout:
     return (heads, size // SUM_COLUMNS, SUM_COLUMNS), (size, SUM_COLUMNS, 1)
 
 
+def _packed(tensors: Sequence[MapSource]) -> tuple[MapSource, ...]:
+    """Sources of the tensor maps of packed sequences."""
+    return tuple([(at, *packed_sizes(*sizes)) for at, *sizes in tensors])
+
+
 def _empty_like(x: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """`torch.empty_like` without its dispatch, where heads of [B, H, S, D] have no gaps."""
-    batch, heads, rows, dim = shape
-    size = heads * rows * dim
-    if strides in ((size, rows * dim, dim, 1), (size, dim, heads * dim, 1)):
-        return empty_on_gpu((batch, heads, rows, dim), strides, x.dtype)
-    return torch.empty_like(x)
+    """`torch.empty_like` without its dispatch, where x or each batch has no gaps."""
+    *_, rows, dim = shape
+    size = x.numel() // shape[0]
+    if len(shape) == 3:
+        usual = strides == (size, dim, 1)
+    else:
+        heads = shape[1]
+        usual = strides in ((size, rows * dim, dim, 1), (size, dim, heads * dim, 1))
+    return empty_on_gpu(tuple(shape), strides, x.dtype) if usual else torch.empty_like(x)
 
 
 def _token_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
-    """`operands.token_strides` of [B, H, S, D] by sizes."""
-    batch, heads, tokens, _ = shape
-    of_batch, of_head, of_token, _ = strides
-    return (
-        of_batch if batch > 1 else 0,
-        of_head if heads > 1 else 0,
-        of_token if tokens > 1 else 0,
-    )
+    """`operands.token_strides` by sizes."""
+    if len(shape) == 3:
+        tokens, heads, _ = shape
+        of_token, of_head, _ = strides
+        of_batch = 0
+    else:
+        batch, heads, tokens, _ = shape
+        of_batch, of_head, of_token, _ = strides
+        of_batch = of_batch if batch > 1 else 0
+    return (of_batch, of_head if heads > 1 else 0, of_token if tokens > 1 else 0)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,9 +21,11 @@ from .attention import dtype_of
 from .attention_peers import OURS
 
 SDPA, FUNCTION = "sdpa", "function"
+FORWARD, PACKED = "forward", "packed"
 # Kinds of calls that compute gradients. Autograd computes those of a GPU in a thread of its own;
 # the second kind does it in the thread of the caller.
 TRAINING, CALLING_THREAD = "training", "training, calling thread"
+PACKED_TRAINING = "packed training"
 # Lengths of one measurement.
 LENGTHS = 500
 _SHORTEST, _LONGEST = 129, 6144
@@ -49,7 +51,12 @@ class NewSizes(NamedTuple):
     @property
     def trains(self) -> bool:
         """Whether gradients are computed."""
-        return self.kind in (TRAINING, CALLING_THREAD)
+        return self.kind in (TRAINING, CALLING_THREAD, PACKED_TRAINING)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several sequences are packed."""
+        return self.kind in (PACKED, PACKED_TRAINING)
 
     def describe(self) -> dict[str, Any]:
         """The problem as the results record it."""
@@ -81,7 +88,7 @@ class NewInputs:
     def _tensors(self, length: int) -> list[torch.Tensor]:
         problem = self.problem
         heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-        packed = problem.kind == "packed"
+        packed = problem.is_packed
         made = []
         for memory, h in zip(self.memory, heads, strict=True):
             shape = (length, h, problem.head_dim) if packed else (1, h, length, problem.head_dim)
@@ -101,7 +108,7 @@ def unseen_lengths(peer: str, problem: NewSizes) -> Iterator[int]:
 
     Both kinds of training share them: the calls of the second would not be new.
     """
-    kind = (peer, problem.trains, problem.kind == "packed")
+    kind = (peer, problem.trains, problem.is_packed)
     if kind not in _unseen:
         mixed = sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32)
         _unseen[kind] = iter(mixed)
@@ -109,7 +116,7 @@ def unseen_lengths(peer: str, problem: NewSizes) -> Iterator[int]:
 
 
 def _ours(inputs: NewInputs) -> Contender:
-    if inputs.problem.kind == "packed":
+    if inputs.problem.is_packed:
         return _contender(OURS, inputs, _packed)
     return _contender(OURS, inputs, _dense)
 
@@ -151,7 +158,7 @@ def _sdpa(inputs: NewInputs) -> Contender:
 
 
 def _why_not_sdpa(inputs: NewInputs) -> str | None:
-    return "no packed sequences" if inputs.problem.kind == "packed" else None
+    return "no packed sequences" if inputs.problem.is_packed else None
 
 
 class _Nothing(torch.autograd.Function):
@@ -193,7 +200,7 @@ def _contender(
 
     def measured() -> float:
         tensors = inputs.take(lengths, min(most, problem.lengths))
-        if problem.kind == "packed":
+        if problem.is_packed:
             for q, *_ in tensors:
                 _offsets(q.shape[0], q.device)
         memory, *_ = inputs.memory
@@ -226,7 +233,7 @@ def _check(call: Call, inputs: NewInputs, lengths: Iterator[int]) -> None:
     ((q, k, v, _),) = inputs.take(lengths, 1)
     with torch.no_grad():
         got = call(q, k, v)
-        if inputs.problem.kind == "packed":
+        if inputs.problem.is_packed:
             first = q.shape[0] // 3
             q, k, v, got = (x[:first].transpose(0, 1)[None] for x in (q, k, v, got))
         group = q.shape[1] // k.shape[1]
@@ -253,10 +260,11 @@ def new_sizes(tiny: bool = False) -> Iterator[Case]:
     # so few heads that the GPU is never behind, and no launch waits for it
     sizes = (2, 1, 16) if tiny else (2, 1, 128)
     names = {
-        "forward": "attention, new lengths",
+        FORWARD: "attention, new lengths",
         TRAINING: "attention and gradients, new lengths",
         CALLING_THREAD: "attention and gradients, new lengths, backward on the calling thread",
-        "packed": "packed sequences, new lengths",
+        PACKED: "packed sequences, new lengths",
+        PACKED_TRAINING: "packed sequences and gradients, new lengths",
     }
     for kind, name in names.items():
         problem = NewSizes(kind, *sizes, 3 if tiny else LENGTHS, dtype_of(tiny))
