@@ -73,8 +73,9 @@ def transformable(op: Any, setup: Callable[..., None], backward: Callable[..., A
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
+            name = op._schema.name.removeprefix(f"{NAMESPACE}::")
             raise Unsupported(
-                f"{op._schema.name.partition('::')[2]}: no forward-mode derivative, which "
+                f"{name}: no forward-mode derivative, which "
                 "torch.func.hessian and jacfwd ask for; use torch.func.jacrev"
             )
 
