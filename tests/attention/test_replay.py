@@ -36,7 +36,8 @@ def gpu(monkeypatch):
         state.made.append(table)
         # a launch under a mask may have no tensor of its own
         last = table if mask is None else mask._listed.indptr
-        launching.launch(None, 3, (*call.gradients, sums, q, k, v, call.dout, last))
+        sinks = None if call.gradients.dsinks is None else call.forward.spec.sinks
+        launching.launch(None, 3, (*call.gradients, sums, q, k, v, call.dout, sinks, last))
 
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
@@ -46,7 +47,7 @@ def gpu(monkeypatch):
     return state
 
 
-def call(needs=NEEDS, mask=None, deterministic=False, size=32, dout=None):
+def call(needs=NEEDS, mask=None, deterministic=False, size=32, dout=None, sinks=None):
     """Gradients of new tensors, by the operator's implementation."""
     q, k, v, out = (torch.zeros(1, 2, size, 16, dtype=torch.float16) for _ in range(4))
     dout = torch.zeros_like(out) if dout is None else dout
@@ -54,7 +55,7 @@ def call(needs=NEEDS, mask=None, deterministic=False, size=32, dout=None):
     if mask is not None:
         lists, shape = mask.tensors(), [1, 1, *mask.seq_lengths, *mask.block_size]
     options = (None, None, size, size, lists, shape, *EVERYTHING.scalars(), 0.25, 0.0)
-    options = (*options, None, None, None)
+    options = (*options, sinks, None, None)
     tensors = (dout, None, q, k, v, out, torch.zeros(1, 2, size))
     results = attention._attn_bwd(*tensors, *options, deterministic, needs, "triton")
     return results, (q, k, v, dout)
@@ -64,7 +65,7 @@ def test_a_second_call_launches_with_its_own_tensors(gpu):
     call()
     results, (q, k, v, dout) = call()
     assert gpu.calls == 1
-    ((*got, sums, q_ptr, k_ptr, v_ptr, dout_ptr, table),) = gpu.repeated
+    ((*got, sums, q_ptr, k_ptr, v_ptr, dout_ptr, _, table),) = gpu.repeated
     # kernels know nothing of a gradient that nobody asked for
     assert got == [*(x.data_ptr() for x in results[:3]), None]
     assert [x.numel() for x in results] == [1024, 1024, 1024, 0]
@@ -89,8 +90,23 @@ def test_what_copies_is_not_repeated(gpu):
         call(dout=torch.zeros(1, 2, 1, 16, dtype=torch.float16).expand(1, 2, 32, 16))
         # one of two outputs that were stacked along a new last dimension
         call(dout=torch.zeros(1, 2, 32, 16, 2, dtype=torch.float16)[..., 0])
-        call(needs=[True, True, True, True])
+        # sinks with gaps
+        call(needs=[True, True, True, True], sinks=torch.zeros(4)[::2])
     assert gpu.calls == 6 and not gpu.repeated
+
+
+def test_gradients_of_sinks_are_repeated(gpu):
+    for sinks in (torch.zeros(2), torch.zeros(2)):
+        results, _ = call(needs=[True, True, True, True], sinks=sinks)
+        assert [x.numel() for x in results] == [1024, 1024, 1024, 2]
+    assert gpu.calls == 1
+    ((*got, _, _, _, _, _, read, _),) = gpu.repeated
+    assert got == [x.data_ptr() for x in results]
+    assert read == sinks.data_ptr()
+    # sinks whose gradient nobody asked for are not read
+    for _ in range(2):
+        call(sinks=sinks)
+    assert gpu.calls == 2 and gpu.repeated[-1][-2] is None
 
 
 @pytest.mark.parametrize("added", ["alibi_slopes", "bias"])

@@ -38,7 +38,14 @@ from .op import (
     operator_options,
     run_backward,
 )
-from .replay import bound, forward_lists, given_offsets, gradient_options, recorded_gradients
+from .replay import (
+    bound,
+    forward_lists,
+    given_offsets,
+    gradient_options,
+    recorded_gradients,
+    sinks_to_read,
+)
 from .resize_backward import gradient_recorder, resized_gradients
 
 
@@ -173,7 +180,8 @@ class TrainingCall:
         stream = None if mask is None else stream_of(q)
         found = None
         if slopes is None and bias is None:
-            inputs = (dout, q, k, v, out, dlse, lse, *given_offsets(cu_q, cu_k))
+            read = (sinks_to_read(sinks, needs), *given_offsets(cu_q, cu_k))
+            inputs = (dout, q, k, v, out, dlse, lse, *read)
             found = described(needs, inputs, stream, below_autocast=True)
         if found is not None:
             # a resized call has no launches yet, and hashing a key takes long

@@ -214,16 +214,15 @@ class CheckedCall(NamedTuple):
         impl: str,
     ) -> "CheckedCall | None":
         """Gradients of a call; None if launches alone cannot repeat them."""
-        *_, of_sinks = needs
-        # gradients of sinks copy delta, and a replay does not repeat the copy
         spec, mask = call.spec, call.spec.block_mask
-        if spec.is_biased or of_sinks or is_recording():
+        sinks = sinks_to_read(spec.sinks, needs)
+        if spec.is_biased or is_recording() or not _is_contiguous(sinks):
             return None
         lists = () if mask is None else mask.tensors()
         offsets = given_offsets(spec.cu_seqlens_q, spec.cu_seqlens_k)
         has_sinks = spec.sinks is not None
         options = gradient_options(spec, has_sinks, call.deterministic, impl, spec.is_varlen)
-        operands, others = (dout, call.q, call.k, call.v, out), (dlse, lse, *offsets)
+        operands, others = (dout, call.q, call.k, call.v, out), (dlse, lse, sinks, *offsets)
         return cls(_BACKWARD, options, needs, operands, others, mask, lists)
 
     def replay(self) -> Tensors | None:
@@ -269,6 +268,12 @@ def gradient_options(
     # the shapes of packed tensors do not tell the longest lengths
     longest = (spec.max_q, spec.max_k) if packed else ()
     return (impl, *spec.band, spec.scale, spec.softcap, has_sinks, deterministic, longest)
+
+
+def sinks_to_read(sinks: torch.Tensor | None, needs: tuple[bool, ...]) -> torch.Tensor | None:
+    """The sinks as an input of gradients: only their own gradient reads them."""
+    *_, of_sinks = needs
+    return sinks if of_sinks else None
 
 
 def given_offsets(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None) -> tuple[Any, ...]:

@@ -39,8 +39,8 @@ def resized_gradients(
 
     Parameters
     ----------
-    found : what `described` gave for (dout, q, k, v, out, dlse, lse) and, of packed sequences,
-        their offsets
+    found : what `described` gave for (dout, q, k, v, out, dlse, lse, None) and, of packed
+        sequences, their offsets
     options : those of `replay.gradient_options`
     tensors : q, k and v
     """
@@ -76,7 +76,7 @@ def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedGrad
     None if they must be computed in full.
     """
     needs, *_ = found.key
-    dout, q, k, v, out, dlse, lse, *offsets = found.tensors
+    dout, q, k, v, out, dlse, lse, _, *offsets = found.tensors
     if needs != _NEEDS or dlse is not None:
         return None
     if dout is None or q is None or k is None or v is None or out is None or lse is None:
@@ -90,7 +90,7 @@ def _given(found: Described, options: tuple[Any, ...]) -> tuple[Any, ResizedGrad
     if 0 in shape_q or 0 in shape_k:
         return None
     alike: tuple[Any, ...] = options
-    at_dout, at_q, at_k, at_v, at_out, _, at_lse, *at_offsets = found.addresses
+    at_dout, at_q, at_k, at_v, at_out, _, at_lse, _, *at_offsets = found.addresses
     at_cu_q = at_cu_k = 0
     if not offsets:
         batch, heads, max_q, head_dim = shape_q

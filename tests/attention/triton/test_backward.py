@@ -184,12 +184,14 @@ def test_only_what_was_asked_for(wanted, device):
 
 
 def test_sinks_of_many_rows(device):
-    """More queries than one program adds up."""
+    """More queries than one program adds up; rows of delta past the queries are not read."""
     heads, rows = 2, 20000
-    lse, delta = torch.randn(2, heads, rows, device=device), torch.randn(2, heads, rows).to(device)
+    padded = torch.full((2, heads, rows + 96), torch.nan, device=device)
+    lse, delta = torch.randn(2, heads, rows, device=device), padded[..., :rows]
+    delta.copy_(torch.randn(2, heads, rows))
     sinks, dsinks = torch.randn(heads, device=device), torch.full((heads,), torch.nan).to(device)
     lse[1, 1, 7], delta[1, 1, 7] = -torch.inf, 0.0
-    launch_sink_gradients(dsinks, sinks, lse, delta, None)
+    launch_sink_gradients(dsinks, sinks, lse, padded, None)
     p = torch.exp(sinks.double()[:, None] - lse.double()).masked_fill(lse == -torch.inf, 0.0)
     torch.testing.assert_close(dsinks.double(), -(p * delta.double()).sum((0, 2)), rtol=1e-4,
                                atol=0.0)  # fmt: skip

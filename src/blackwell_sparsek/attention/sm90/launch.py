@@ -146,10 +146,8 @@ def backward(call: BackwardCall) -> None:
         delta = launch_attn_bwd_sm90(call, *order, raster_group, config, head_splits)
     if dsinks is not None and given.spec.sinks is not None:
         offsets = given.spec.cu_seqlens_q
-        if offsets is None:
-            delta = delta[..., : call.lse.shape[-1]].contiguous()
-        else:
-            # the delta of packed sequences has gaps between sequences
+        if offsets is not None:
+            # this delta has gaps between sequences
             delta = scratch(call.lse.shape, torch.float32, dout.device)
             launch_attn_delta(delta, dout, call.out, call.dlse, call.lse)
         launch_sink_gradients(dsinks, given.spec.sinks.contiguous(), call.lse, delta, offsets)

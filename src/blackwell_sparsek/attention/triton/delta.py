@@ -150,7 +150,9 @@ ROWS = 16384
 TILE_ROWS = 1024
 
 
-@triton.jit(do_not_specialize=["q_len", "num_rows", "heads", "num_parts", "num_sequences"])
+@triton.jit(
+    do_not_specialize=["q_len", "delta_rows", "num_rows", "heads", "num_parts", "num_sequences"]
+)
 def _sink_parts_kernel(
     parts_ptr,
     sinks_ptr,
@@ -159,6 +161,7 @@ def _sink_parts_kernel(
     cu_seqlens_ptr,
     num_rows,
     q_len,
+    delta_rows,
     heads,
     num_parts,
     num_sequences,
@@ -176,9 +179,9 @@ def _sink_parts_kernel(
     for first in range(0, ROWS, TILE_ROWS):
         row = tl.cast(part, tl.int64) * ROWS + first + tl.arange(0, TILE_ROWS)
         live = exists(row, num_rows)
-        at = (row // q_len * heads + head) * q_len + row % q_len
-        lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
-        delta = tl.load(delta_ptr + at, mask=live, other=0.0)
+        batch_head, query = row // q_len * heads + head, row % q_len
+        lse = tl.load(lse_ptr + batch_head * q_len + query, mask=live, other=-float("inf"))
+        delta = tl.load(delta_ptr + batch_head * delta_rows + query, mask=live, other=0.0)
         total += sink_gradients(sink, lse, delta)
     tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0))
 
@@ -205,7 +208,9 @@ def launch_sink_gradients(
     """Fill `dsinks`; see `plan_sink_gradients`."""
     import torch
 
-    parts = torch.empty(sink_parts(lse.shape), dtype=torch.float32, device=lse.device)
+    from ...launch.workspace import scratch
+
+    parts = scratch((sink_parts(lse.shape),), torch.float32, lse.device)
     for planned in plan_sink_gradients(dsinks, parts, sinks, lse, delta, cu_seqlens):
         run(planned, lse)
 
@@ -228,7 +233,8 @@ def plan_sink_gradients(
     ----------
     dsinks, sinks : [Hq], sinks contiguous
     parts : fp32 [sink_parts(lse.shape)]
-    lse, delta : fp32 [B, Hq, Sq] or packed [Hq, Tq], contiguous
+    lse : fp32 [B, Hq, Sq] or packed [Hq, Tq], contiguous
+    delta : likewise; of dense batches, heads may have further rows, which are not read
     cu_seqlens : int32 [B + 1] offsets of packed queries, or None
     """
     heads = sinks.shape[0]
@@ -237,7 +243,8 @@ def plan_sink_gradients(
     num_rows, num_parts = lse.numel() // heads, _parts_of_head(lse.shape)
     num_sequences = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     # lengths of 0 divide nothing
-    sizes = (num_rows, max(lse.shape[-1], 1), heads, num_parts, num_sequences)
+    rows = (num_rows, max(lse.shape[-1], 1), delta.shape[-1])
+    sizes = (*rows, heads, num_parts, num_sequences)
     args = (parts, sinks, lse, delta, cu_seqlens, *sizes, ROWS, TILE_ROWS)
     summed = (dsinks, parts, num_parts, dsinks.stride(0), TILE_ROWS)
     return [
