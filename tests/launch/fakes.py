@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import JITFunction
 
 from blackwell_sparsek.launch import launcher
 from blackwell_sparsek.launch.descriptors import Descriptor
@@ -133,6 +134,9 @@ def noting_variants(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> Non
 
     def find(kernel: Any, args: Any, cluster: int, options: Any) -> Launchable:
         walk = _Walk()
+        # compiled kernels know their parameters, interpreted ones do not
+        if not hasattr(kernel, "params"):
+            kernel = JITFunction(kernel.fn, **getattr(kernel, "kwargs", {}))
         for parameter, x in zip(kernel.params, args, strict=True):
             if not parameter.is_constexpr:
                 walk.add(x, not parameter.do_not_specialize)

@@ -1,4 +1,4 @@
-"""Host time of attention calls without a GPU: python -m tests.tools.host_time [KIND ...]
+"""Host time of attention and products without a GPU: python -m tests.tools.host_time [KIND ...]
 
 CPU tensors count as a GPU's, and the driver's functions are some that do nothing, called through
 ctypes as the driver's are. What is left is what a call costs in Python and in torch: calls of new
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # the index that CPU tensors tell
 DEVICE, STREAM = -1, 7
 LENGTHS = 400
+# Of a product; its tokens fit in the memory of queries.
+FEATURES = 256
 # Calls for learning what can be learned, spread over all lengths.
 WARM_UP = 60
 _METADATA = {
@@ -50,7 +52,8 @@ _METADATA = {
 def pretend_gpu(monkeypatch):
     """Let everything that asks for a GPU find one whose driver does nothing."""
     import blackwell_sparsek.attention.sm90.launch
-    import blackwell_sparsek.attention.sm90.resize  # noqa: F401
+    import blackwell_sparsek.attention.sm90.resize
+    import blackwell_sparsek.matmul.sm90.resize  # noqa: F401
 
     # memory comes from the heap, which keeps it, as a GPU's comes from torch's allocator
     for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
@@ -132,7 +135,9 @@ class Shape:
         self.memory = [torch.zeros(longest * h * head_dim, dtype=torch.bfloat16) for h in all_heads]
         self.order = sorted(range(129, longest), key=lambda n: n * 2654435761 % 2**32)
 
-    def tensors(self, length, packed, trains):
+    def tensors(self, length, packed, trains, product):
+        if product:
+            return [self.memory[0][: length * FEATURES].view(length, FEATURES)]
         made = []
         for memory, h in zip(self.memory, self.all_heads, strict=True):
             shape = (length, h, self.dim) if packed else (1, h, length, self.dim)
@@ -162,6 +167,18 @@ def packed(q, k, v, dout, offsets):
 def packed_training(q, k, v, dout, offsets):
     out = packed(q, k, v, dout, offsets)
     return torch.autograd.grad(out, (q, k, v), dout)
+
+
+@cache
+def sparse_weight():
+    """A weight with a fifth of its blocks."""
+    keep = torch.rand(8 * FEATURES // 64, FEATURES // 64) < 0.2
+    dense = keep.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    return bsk.BSRMatrix.from_dense(dense.to(torch.bfloat16), (64, 64)).T
+
+
+def product(x):
+    return bsk.matmul(x, sparse_weight())
 
 
 class _Nothing(torch.autograd.Function):
@@ -213,11 +230,13 @@ class Kind(NamedTuple):
     function: Callable[..., Any]
     packed: bool = False
     trains: bool = False
+    product: bool = False
 
 
 KINDS = {
     "forward": Kind(forward),
     "packed": Kind(packed, packed=True),
+    "product": Kind(product, product=True),
     "training": Kind(training, trains=True),
     "packed training": Kind(packed_training, packed=True, trains=True),
     "training, thread": Kind(Threaded(forward), trains=True),
@@ -255,7 +274,8 @@ def entered(function, tensors):
 
 def take(shape, kind, lengths, count):
     """Tensors of the next lengths."""
-    return [shape.tensors(n, kind.packed, kind.trains) for n in itertools.islice(lengths, count)]
+    options = (kind.packed, kind.trains, kind.product)
+    return [shape.tensors(n, *options) for n in itertools.islice(lengths, count)]
 
 
 def repeated(shape, kind, lengths, count):

@@ -13,7 +13,7 @@ ENV = environment_for_compiler()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["forward", "training"])
+@pytest.mark.parametrize("kind", ["forward", "packed training", "product", "training"])
 def test_a_kind_is_reported(kind):
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.tools.host_time", kind, "--rounds", "1"]

@@ -195,6 +195,19 @@ class MatmulCall:
         )
 
 
+class ResizedProduct(NamedTuple):
+    """A product x @ op(A) of contiguous tensors, as plain numbers: all its launch depends on."""
+
+    at_values: int
+    """An address, likewise below."""
+    at_dense: int
+    at_bias: int
+    """0 without a bias."""
+    at_residual: int
+    lead: tuple[int, ...]
+    """All dimensions of x but the last."""
+
+
 @dataclass(eq=False)
 class SddmmCall:
     """The blocks [nnzb, *block_shape] of a @ b at a pattern of `shape`, summed over the batch."""

@@ -1,5 +1,6 @@
-"""Ceiling division, dtype names and the size of fp8 groups; imports neither torch nor JAX."""
+"""Ceiling division, strides, names of dtypes, fp8 groups; imports neither torch nor JAX."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,15 @@ SCALE_CHANNELS = 128
 def cdiv(a: int, b: int) -> int:
     """Ceiling division of non-negative integers."""
     return -(-a // b)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 @cache

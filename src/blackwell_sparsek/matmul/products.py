@@ -10,6 +10,7 @@ from ..core.activations import activate
 from ..core.checks import check_same_device, check_same_dtype, check_tangent, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import cast_operand
+from ..launch.recording import recording
 from ..launch.replay import described, kept, record
 from ..sparse.matrix import BSRMatrix
 from .autograd import multiply
@@ -24,6 +25,7 @@ from .inputs import (
     check_readable,
     needs_grad,
 )
+from .resize import is_to_learn, learn, resized_product
 
 
 def replayed_product(
@@ -42,7 +44,16 @@ def replayed_product(
     if recorded is not None and found is not None:
         (product,) = recorded(found.addresses)
         return product
+    families = sparse.pattern.families
+    product = resized_product(families, found, options)
+    if product is not None:
+        return product
     given = (sparse, dense, bias, residual, options)
+    if found is not None and is_to_learn(families, found, options, inputs):
+        with recording() as made:
+            (product,) = _computed(*given)
+        learn(families, found, options, _checked(*given).call, made)
+        return product
     (product,) = record(known, options, inputs, _computed, *given, operands=2)
     # recorded just now, but not to be repeated by launches alone
     if found is not None and known.get(found.key, found) is None:

@@ -126,6 +126,7 @@ class BSRPattern:
         self._transposed: BSRPattern | None = None
         # launches that the operators record to replay products with this pattern
         self._launches: dict[Any, Any] = {}
+        self._families: dict[Any, Any] = {}
         # for `check_unwritten`; traced tensors are not followed
         self._version: int | None = None if torch.compiler.is_compiling() else self._writes()
 
@@ -246,6 +247,12 @@ class BSRPattern:
         """Recorded launches of products with this pattern; filled by the operators."""
         self.check_unwritten()
         return self._launches
+
+    @property
+    def families(self) -> dict[Any, Any]:
+        """Launches for products with this pattern of any number of rows; see `matmul.resize`."""
+        self.check_unwritten()
+        return self._families
 
     @usable_in_training
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "BSRPattern":

@@ -137,7 +137,7 @@ class UnreadPattern(BSRPattern):
     ):
         self._indptr, self._indices = indptr, indices
         self._shape, self._block_shape = shape, block_shape
-        self._launches = {}
+        self._launches, self._families = {}, {}
 
     def _derived(self) -> BSRPattern:
         return BSRPattern._from_parts(self._indptr, self._indices, self._shape, self._block_shape)

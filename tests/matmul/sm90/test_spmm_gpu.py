@@ -145,6 +145,27 @@ def test_cuda_graph_replays_with_new_inputs():
         assert torch.equal(out, matmul(matrix, dense, impl="sm90"))
 
 
+@pytest.mark.parametrize("block", [(64, 64), (128, 128), (128, 32)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_never_seen(block, transposed):
+    """Launches of earlier products, with new numbers of rows, blocks and addresses."""
+    rng = random.Random(f"{block}{transposed}")
+    torch.manual_seed(5)
+    matrix = _matrix(1024, 1024, block, 0.3, torch.bfloat16, integers=True)
+    for i in range(20):
+        lead = rng.choice([(rng.randint(260, 3000),), (1, rng.randint(260, 3000)), (2, 400 + i)])
+        matrix = BSRMatrix._from_parts(matrix.pattern, matrix.storage.roll(1, 0).contiguous())
+        a = matrix.T if transposed else matrix
+        x, residual = (
+            torch.randn(*lead, 1024, device="cuda").mul(3).round().bfloat16() for _ in "xr"
+        )
+        with poisoned_empty():
+            out = matmul(x, a, residual=residual if i % 2 else None, out_dtype=torch.float32)
+        exact = x.double() @ a.to_dense().double()
+        exact = exact + residual.double() if i % 2 else exact
+        assert torch.equal(out.double(), exact), lead
+
+
 def test_two_streams_do_not_disturb_each_other():
     matrix = _matrix(4096, 4096, (128, 128), 0.3, torch.float16)
     operands = [torch.randn(4096, 1024, device="cuda").half() for _ in range(2)]

@@ -13,7 +13,7 @@ from ...calls.attention import (
     ResizedGradients,
     lse_dtype,
 )
-from ...core.sizes import cdiv
+from ...core.sizes import cdiv, contiguous_strides
 from ...core.torch_private import empty_on_gpu, raw_stream
 from ...device.records import Strides
 from ...launch.descriptors import GROUP_ROWS, packed_sizes
@@ -132,7 +132,7 @@ class ForwardLaunches:
         parts = lse
         if takes_parts:
             if parts_shape is not None:
-                parts = empty_on_gpu(parts_shape, _contiguous(parts_shape), torch.float32)
+                parts = empty_on_gpu(parts_shape, contiguous_strides(parts_shape), torch.float32)
             given.append(parts.data_ptr())
         if sinks:
             given.append(sinks)
@@ -470,14 +470,6 @@ def _token_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, i
         of_batch, of_head, of_token, _ = strides
         of_batch = of_batch if batch > 1 else 0
     return (of_batch, of_head if heads > 1 else 0, of_token if tokens > 1 else 0)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def out_layout(

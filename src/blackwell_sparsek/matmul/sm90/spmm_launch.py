@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...calls.matmul import MatmulCall
+from ...calls.matmul import BsrProblem, MatmulCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options, warps_may_part
 from ...launch.descriptors import tensor_descriptor
@@ -117,23 +117,37 @@ def _by_warps(product: RowsProduct, call: MatmulCall, views: Views) -> None:
 
 def _by_tiles(product: RowsProduct, call: MatmulCall, views: Views, x_transposed: bool) -> None:
     """Fill the results of one part with tiles of tall blocks, in pairs of rows where that helps."""
-    problem, cols_b = product.problem, product.rows.cols_b
-    config = spmm_sm90_config(problem, x_transposed)
+    config = spmm_sm90_config(product.problem, x_transposed)
     blocks = _tall_blocks(product, call.values, config.BLOCK_H)
+    work = tiles_of_work(product.problem, product.rows.cols_b, blocks, config)
+    for entry in views.entries():
+        launch_spmm_sm90(entry, work.blocks, call.bias, work.plan, work.config)
+
+
+class TilesOfWork(NamedTuple):
+    """How a product is divided into tiles."""
+
+    blocks: TallBlocks
+    plan: SpmmPlan | PairPlan
+    config: SpmmSm90Config
+
+
+def tiles_of_work(
+    problem: BsrProblem, cols_b: int, blocks: TallBlocks, config: SpmmSm90Config
+) -> TilesOfWork:
+    """The work list of tall blocks, by pairs of rows where that helps."""
     count = blocks.values.shape[0]
     sizes = spmm_sizes(problem)._replace(block_h=config.BLOCK_H, nnz_blocks=count)
     chunk = spmm_sm90_chunk(problem.arch, sizes, config)
-    plan: SpmmPlan | PairPlan
     plan = spmm_plan(blocks.indptr, count, cols_b, chunk, BEARABLE_CHUNKS)
     paired = spmm_sm90_paired(problem, config)
     # rows that were split are too unequal to be paired
-    if paired is not None and plan.n_split_rows == 0 and call.values.shape[0] > 0:
+    if paired is not None and plan.n_split_rows == 0 and problem.nnz_blocks > 0:
         pairs = row_pairs(blocks.indptr, blocks.indices, blocks.perm, cols_b)
         if pairs is not None:
-            plan, config = pairs, paired
             blocks = blocks._replace(indices=pairs.cols, perm=pairs.entries)
-    for entry in views.entries():
-        launch_spmm_sm90(entry, blocks, call.bias, plan, config)
+            return TilesOfWork(blocks, pairs, paired)
+    return TilesOfWork(blocks, plan, config)
 
 
 def _readable(x: torch.Tensor, block_w: int) -> tuple[torch.Tensor, bool]:
@@ -181,6 +195,22 @@ def _x_descriptor(x: torch.Tensor, config: SpmmSm90Config) -> Any:
     return tensor_descriptor(slabs, config.x_block())
 
 
+class SpmmGrid(NamedTuple):
+    """Work tiles of a product, and the clusters that share them."""
+
+    row_tiles: int
+    panels: int
+    cluster: int
+    programs: int
+
+
+def spmm_grid(plan: SpmmPlan | PairPlan, config: SpmmSm90Config, n: int, num_sms: int) -> SpmmGrid:
+    """The grid for `n` columns."""
+    row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
+    cluster = PAIR if config.PAIRED else 1
+    return SpmmGrid(row_tiles, panels, cluster, min(num_sms // cluster, row_tiles * panels))
+
+
 def launch_spmm_sm90(
     views: Views,
     blocks: TallBlocks,
@@ -202,7 +232,7 @@ def launch_spmm_sm90(
     # the kernel has no batch dimension; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
+    grid = spmm_grid(plan, config, n, arch_of(out.device).num_sms)
     raster = max(1, RASTER_BYTES // (x.shape[0] * config.tile_n * x.element_size()))
     counter = self_resetting_counters(1, out.device)
     a_matrix = blocks.values.view(-1, blocks.values.shape[2])
@@ -221,15 +251,13 @@ def launch_spmm_sm90(
             counter,
             m,
             n,
-            row_tiles,
-            panels,
+            grid.row_tiles,
+            grid.panels,
             raster,
             config,
         )
-        cluster = PAIR if config.PAIRED else 1
-        programs = min(arch_of(out.device).num_sms // cluster, row_tiles * panels)
         options = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
-        launch(_spmm_sm90_kernel, programs, args, cluster=cluster, **options)
+        launch(_spmm_sm90_kernel, grid.programs, args, cluster=grid.cluster, **options)
         if partial is not None and isinstance(plan, SpmmPlan):
             residual_b = None if residual is None else residual.unsqueeze(0)
             addends = addends_of(bias, residual_b)
