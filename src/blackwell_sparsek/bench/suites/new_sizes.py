@@ -9,19 +9,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ... import attention, attention_varlen
+from ... import BSRMatrix, attention, attention_varlen, matmul
 from ...testing.tolerance import assert_within_budget
 from ..case import REPORTED, Case, Contender, Peer, Suite
 from .attention import dtype_of
 from .attention_peers import OURS
 
-SDPA, FUNCTION = "sdpa", "function"
-FORWARD, PACKED = "forward", "packed"
+SDPA, FUNCTION, DENSE = "sdpa", "function", "dense"
+FORWARD, PACKED, PRODUCT = "forward", "packed", "product"
 # Kinds of calls that compute gradients. Autograd computes those of a GPU in a thread of its own;
 # the second kind does it in the thread of the caller.
 TRAINING, CALLING_THREAD = "training", "training, calling thread"
@@ -58,6 +59,12 @@ class NewSizes(NamedTuple):
         """Whether several sequences are packed."""
         return self.kind in (PACKED, PACKED_TRAINING)
 
+    @property
+    def calls(self) -> str:
+        """What its calls are; both kinds of training would not be new to each other."""
+        kind = TRAINING if self.trains else FORWARD
+        return f"packed {kind}" if self.is_packed else kind
+
     def describe(self) -> dict[str, Any]:
         """The problem as the results record it."""
         found = {"kind": self.kind, "heads": self.heads, "kv_heads": self.kv_heads}
@@ -80,10 +87,7 @@ class NewInputs:
 
     def take(self, lengths: Iterator[int], count: int) -> list[list[torch.Tensor]]:
         """q, k, v and the gradient of the output for the next `count` lengths."""
-        taken = [self._tensors(length) for length in itertools.islice(lengths, count)]
-        if len(taken) < count:
-            raise RuntimeError("no new lengths are left: run new_sizes in a process of its own")
-        return taken
+        return [self._tensors(length) for length in _next(lengths, count)]
 
     def _tensors(self, length: int) -> list[torch.Tensor]:
         problem = self.problem
@@ -98,27 +102,102 @@ class NewInputs:
         return made
 
 
+class NewRows(NamedTuple):
+    """Products with a sparse weight, with a new number of tokens each time."""
+
+    features: int
+    inner: int
+    block: int
+    density: float
+    lengths: int
+    dtype: torch.dtype
+
+    kind: str = PRODUCT
+    calls: str = PRODUCT
+    trains: bool = False
+    is_packed: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """The problem as the results record it."""
+        found = {"kind": self.kind, "weight": [self.features, self.inner]}
+        block = {"block": [self.block, self.block], "density": self.density}
+        return found | block | {"lengths": self.lengths}
+
+    def build(self, device: torch.device) -> "NewTokens":
+        """The weight, and memory for the most tokens, of which every call takes what it needs."""
+        grid = (self.features // self.block, self.inner // self.block)
+        keep = torch.rand(grid, device=device) < self.density
+        weight = torch.randn(self.features, self.inner, device=device).to(self.dtype)
+        memory = torch.randn(_LONGEST * self.inner, device=device).to(self.dtype)
+        matrix = BSRMatrix.from_mask(weight, keep, (self.block, self.block))
+        return NewTokens(self, matrix, matrix.to_dense().mT, (memory,))
+
+
+class NewTokens(NamedTuple):
+    """Tokens of any number, and the weight that they are multiplied with."""
+
+    problem: NewRows
+    weight: BSRMatrix
+    dense: torch.Tensor
+    """The transpose of the weight."""
+    memory: tuple[torch.Tensor, ...]
+
+    def take(self, lengths: Iterator[int], count: int) -> list[list[torch.Tensor]]:
+        """x for the next `count` numbers of tokens."""
+        (memory,), inner = self.memory, self.problem.inner
+        return [[memory[: n * inner].view(n, inner)] for n in _next(lengths, count)]
+
+
 Call = Callable[..., torch.Tensor]
 
-_unseen: dict[tuple[str, bool, bool], Iterator[int]] = {}
+_unseen: dict[tuple[str, str], Iterator[int]] = {}
 
 
-def unseen_lengths(peer: str, problem: NewSizes) -> Iterator[int]:
-    """Lengths that no such call of a peer in this process has had, any few spread over all.
+def _next(lengths: Iterator[int], count: int) -> list[int]:
+    taken = list(itertools.islice(lengths, count))
+    if len(taken) < count:
+        raise RuntimeError("no new lengths are left: run new_sizes in a process of its own")
+    return taken
 
-    Both kinds of training share them: the calls of the second would not be new.
-    """
-    kind = (peer, problem.trains, problem.is_packed)
+
+def unseen_lengths(peer: str, problem: NewSizes | NewRows) -> Iterator[int]:
+    """Lengths that no such call of a peer in this process has had, any few spread over all."""
+    kind = (peer, problem.calls)
     if kind not in _unseen:
         mixed = sorted(range(_SHORTEST, _LONGEST), key=lambda n: n * 2654435761 % 2**32)
         _unseen[kind] = iter(mixed)
     return _unseen[kind]
 
 
-def _ours(inputs: NewInputs) -> Contender:
+def _ours(inputs: NewInputs | NewTokens) -> Contender:
+    if isinstance(inputs, NewTokens):
+        return _product(OURS, inputs, partial(_sparse_product, inputs.weight.T))
     if inputs.problem.is_packed:
-        return _contender(OURS, inputs, _packed)
-    return _contender(OURS, inputs, _dense)
+        return _attention(OURS, inputs, _packed)
+    return _attention(OURS, inputs, _dense)
+
+
+def _sparse_product(weight: BSRMatrix, x: torch.Tensor) -> torch.Tensor:
+    out = matmul(x, weight)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _dense_product(inputs: NewTokens) -> Contender:
+    return _product(DENSE, inputs, lambda x: x @ inputs.dense)
+
+
+def _product(peer: str, inputs: NewTokens, call: Call) -> Contender:
+    def check(lengths: Iterator[int]) -> None:
+        ((x,),) = inputs.take(lengths, 1)
+        exact = x.double() @ inputs.dense.double()
+        assert_within_budget(call(x), exact, x @ inputs.dense, what=f"{x.shape[0]} tokens")
+
+    return _contender(peer, inputs, call, check)
+
+
+def _attention(peer: str, inputs: NewInputs, call: Call, most: int = LENGTHS) -> Contender:
+    return _contender(peer, inputs, call, partial(_check, call, inputs), most=most)
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -154,11 +233,17 @@ def _sdpa(inputs: NewInputs) -> Contender:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    return _contender(SDPA, inputs, call, most=_FEW)
+    return _attention(SDPA, inputs, call, most=_FEW)
 
 
-def _why_not_sdpa(inputs: NewInputs) -> str | None:
+def _why_not_sdpa(inputs: NewInputs | NewTokens) -> str | None:
+    if isinstance(inputs, NewTokens):
+        return "about attention"
     return "no packed sequences" if inputs.problem.is_packed else None
+
+
+def _why_not_dense(inputs: NewInputs | NewTokens) -> str | None:
+    return None if isinstance(inputs, NewTokens) else "about products"
 
 
 class _Nothing(torch.autograd.Function):
@@ -179,21 +264,28 @@ def _function(inputs: NewInputs) -> Contender:
         made: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
         return made
 
-    return _contender(FUNCTION, inputs, call, checked=False)
+    return _contender(FUNCTION, inputs, call, None)
 
 
-def _why_no_function(inputs: NewInputs) -> str | None:
+def _why_no_function(inputs: NewInputs | NewTokens) -> str | None:
     return None if inputs.problem.trains else "about gradients"
 
 
 def _contender(
-    peer: str, inputs: NewInputs, call: Call, *, checked: bool = True, most: int = LENGTHS
+    peer: str,
+    inputs: NewInputs | NewTokens,
+    call: Call,
+    checks: Callable[[Iterator[int]], None] | None,
+    *,
+    most: int = LENGTHS,
 ) -> Contender:
     problem, lengths = inputs.problem, unseen_lengths(peer, inputs.problem)
 
-    def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Any:
+    def once(*tensors: torch.Tensor) -> Any:
         if not problem.trains:
-            return call(q, k, v)
+            # q, k and v, or x
+            return call(*tensors[:3])
+        q, k, v, dout = tensors
         with torch.enable_grad():
             # gradients that stayed in q, k and v would make each call allocate memory from CUDA
             return torch.autograd.grad(call(q, k, v), (q, k, v), dout)
@@ -215,8 +307,8 @@ def _contender(
         return statistics.median(times)
 
     def check(seconds: float) -> None:
-        if checked:
-            _check(call, inputs, lengths)
+        if checks is not None:
+            checks(lengths)
 
     for made in inputs.take(lengths, min(_WARM_UP, most, problem.lengths)):
         once(*made)
@@ -252,6 +344,13 @@ PEERS = {
         _function,
         supports=_why_no_function,
     ),
+    DENSE: Peer(
+        DENSE,
+        "torch's product with the dense weight",
+        _dense_product,
+        supports=_why_not_dense,
+        rival=True,
+    ),
 }
 
 
@@ -269,6 +368,10 @@ def new_sizes(tiny: bool = False) -> Iterator[Case]:
     for kind, name in names.items():
         problem = NewSizes(kind, *sizes, 3 if tiny else LENGTHS, dtype_of(tiny))
         yield Case(name, problem.describe(), problem.build, tuple(PEERS), modes=(REPORTED,))
+    weight = (32, 32, 16, 0.2) if tiny else (512, 512, 64, 0.2)
+    products = NewRows(*weight, 3 if tiny else LENGTHS, dtype_of(tiny))
+    name = "x @ W.T, new numbers of tokens"
+    yield Case(name, products.describe(), products.build, tuple(PEERS), modes=(REPORTED,))
 
 
 SUITES = [Suite("new_sizes", new_sizes.__doc__ or "", new_sizes, PEERS, OURS, unit="us")]

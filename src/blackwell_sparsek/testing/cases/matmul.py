@@ -468,6 +468,7 @@ def narrow_sm90_case(
     config: NarrowSm90Config,
     dtype: torch.dtype = _BF16,
     extras: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> CompileCase:
     """A launch of the kernel; `extras` adds bias and residual."""
     tiles = f"{config.TILE_M}x{config.TILE_N}x{config.TILE_K}-stages{config.STAGES}"
@@ -478,7 +479,7 @@ def narrow_sm90_case(
     return launched_case(
         f"bsr_spmm_narrow_sm90/{'-'.join(parts)}",
         launch_spmm_narrow_sm90,
-        out,
+        out.to(out_dtype or dtype),
         meta(_BLOCKS, config.BLOCK_H, config.BLOCK_W, dtype=dtype),
         RowSchedule(_int32(132, 3, HEADER + 2 * _ROWS), _ROWS, 4),
         *(x, bias, residual, config),
