@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.launch.descriptors import SMEM_BYTES
+from blackwell_sparsek.matmul import resize
 from blackwell_sparsek.matmul.sm90 import fp8_launch
 from blackwell_sparsek.matmul.sm90.tuning import (
     narrow_fp8_config,
@@ -144,7 +145,9 @@ def test_batches_and_repeated_calls(tokens):
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("tokens", [1, 16, 300])
-def test_replayed_calls_read_their_own_operands(tokens):
+def test_replayed_calls_read_their_own_operands(tokens, monkeypatch):
+    # the second call is recorded, also of many tokens
+    monkeypatch.setattr(resize, "RESIZED_CALLS", 1)
     w = matrix((256, 384), (128, 128), "cuda")
     bias = normal(256, seed=7, dtype=torch.bfloat16, device="cuda")
     for seed in range(4):
@@ -154,6 +157,19 @@ def test_replayed_calls_read_their_own_operands(tokens):
         bias = bias + 1
     recorded = [value for value in w.pattern.launches.values() if value is not None]
     assert recorded
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32)], ids=str)
+def test_tokens_never_seen(block):
+    """Launches of earlier products, with new numbers of tokens, scales and addresses."""
+    w = matrix((512, 384), block, "cuda")
+    bias = normal(512, seed=7, dtype=torch.bfloat16, device="cuda")
+    for seed, lead in enumerate([(300,), (301,), (1, 299), (1, 1000), (2, 130), (77,), (900,)]):
+        x = activations(*lead, 384, device="cuda", seed=seed)
+        check(x, w.T, bias=bias)
+        w.stored_descale.mul_(1.5)
+        bias = bias + 1
 
 
 @pytest.mark.sm90

@@ -14,9 +14,9 @@ from blackwell_sparsek.calls import matmul as calls
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.launch import replay as launch_replay
-from blackwell_sparsek.matmul import choice, products, resize
+from blackwell_sparsek.matmul import choice, fp8_inputs, products, resize
+from blackwell_sparsek.matmul.sm90 import fp8_launch, spmm_launch
 from blackwell_sparsek.matmul.sm90 import resize as sm90_resize
-from blackwell_sparsek.matmul.sm90 import spmm_launch
 
 from ..launch.fakes import noting_variants
 from ..launch.test_replay import DEVICE, SEEN_BEFORE, pretend_gpu
@@ -39,18 +39,22 @@ def gpu(monkeypatch):
     monkeypatch.setattr(sm90_resize, "empty_on_gpu", empty)
     words = torch.zeros(4096, dtype=torch.int32)
     monkeypatch.setattr(sm90_resize, "counters_of_stream", lambda *given: words)
-    monkeypatch.setattr(spmm_launch, "self_resetting_counters", lambda *given: words)
-    for module in (calls, spmm_launch):
+    for module in (spmm_launch, fp8_launch):
+        monkeypatch.setattr(module, "self_resetting_counters", lambda *given: words)
+    for module in (calls, spmm_launch, fp8_launch):
         monkeypatch.setattr(module, "arch_of", lambda device: H200)
     noting_variants(monkeypatch, state.launched)
-    computed = products._computed
+    for module in (products, fp8_inputs):
+        monkeypatch.setattr(module, "_computed", counting(module._computed, state))
+    return state
 
-    def counting(*given):
+
+def counting(computed, state):
+    def full(*given):
         state.full += 1
         return computed(*given)
 
-    monkeypatch.setattr(products, "_computed", counting)
-    return state
+    return full
 
 
 class Layer:
@@ -58,7 +62,7 @@ class Layer:
 
     def __init__(
         self, out=1024, inner=512, block=(64, 64), transposed=True, bias=False, residual=False,
-        activation=None, density=0.2,
+        activation=None, density=0.2, fp8=False,
     ):  # fmt: skip
         torch.manual_seed(0)
         shape = (out, inner) if transposed else (inner, out)
@@ -66,6 +70,7 @@ class Layer:
         keep[0] = True
         dense = keep.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         matrix = bsk.BSRMatrix.from_dense(dense.to(torch.bfloat16), block)
+        matrix, self.fp8 = matrix.to_fp8() if fp8 else matrix, fp8
         self.matrix, self.factor = matrix, matrix.T if transposed else matrix
         self.inner, self.out = inner, out
         self.bias = torch.zeros(out, dtype=torch.bfloat16) if bias else None
@@ -78,6 +83,7 @@ class Layer:
         if self.has_residual:
             residual = torch.zeros(*lead, self.out, dtype=torch.bfloat16)
         options = {"activation": self.activation, **options}
+        x = bsk.fp8.quantize(x, "1x128") if self.fp8 else x
         with torch.no_grad():
             y = bsk.matmul(x, self.factor, bias=self.bias, residual=residual, **options)
         return x, residual, y
@@ -87,6 +93,8 @@ class Layer:
         x, residual, y = self.make(*lead)
         kernel, grid, _, values, maps = state.launched[-1]
         given = {"x": x, "y": y, "bias": self.bias, "residual": residual}
+        if self.fp8:
+            given |= {"x": x.data, "scales of x": x.descale, "scales": self.matrix.stored_descale}
         given["values"] = self.matrix.storage
         names = {t.data_ptr(): name for name, t in given.items() if t is not None}
         for place, (address, shape, strides) in maps.items():
@@ -103,6 +111,9 @@ CASES = {
     "bias": {"bias": True},
     "residual, gelu": {"residual": True, "activation": "gelu"},
     "all": {"bias": True, "residual": True, "activation": "silu", "block": (128, 64)},
+    "fp8": {"fp8": True, "block": (128, 128)},
+    "fp8, low blocks": {"fp8": True, "block": (32, 32)},
+    "fp8, all": {"fp8": True, "bias": True, "residual": True, "activation": "relu"},
 }
 
 
@@ -164,8 +175,25 @@ def test_new_values_are_read(gpu):
     assert gpu.full == 1 and values[0] == "values"
 
 
-def test_rows_that_come_again_are_recorded_and_replayed(gpu):
-    layer = Layer()
+def test_new_scales_are_read(gpu):
+    """In fp8, also of the same bytes."""
+    layer = Layer(fp8=True)
+    layer.make(500)
+    x = bsk.fp8.quantize(torch.ones(501, layer.inner, dtype=torch.bfloat16), "1x128")
+    for scaled in (x, x._replace(descale=2 * x.descale)):
+        bsk.matmul(scaled, layer.factor)
+        *_, values, _ = gpu.launched[-1]
+        assert gpu.full == 1
+        assert {scaled.descale.data_ptr(), layer.matrix.stored_descale.data_ptr()} < set(values)
+    # with gaps between the scales of two rows
+    gaps = torch.zeros(501, 8)[:, :4].copy_(x.descale)
+    bsk.matmul(x._replace(descale=gaps), layer.factor)
+    assert gpu.full == 2
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_that_come_again_are_recorded_and_replayed(fp8, gpu):
+    layer = Layer(fp8=fp8)
     layer.make(500)
     for _ in range(launch_replay.RESIZED_CALLS):
         layer.make(600)
@@ -216,9 +244,10 @@ def test_few_rows_are_left_to_another_kernel(gpu):
     layer.make(500)
     layer.make(501)
     assert gpu.full == 1
-    for rows in (1, 7, 64):
+    for rows in (1, 7, 64, 200) * 3:
         layer.make(rows)
-    assert gpu.full == 4
+    # recorded the second time, replayed the third
+    assert gpu.full == 9
     names = {kernel.fn.__name__ for kernel, *_ in gpu.launched[2:]}
     assert names == {"_bsr_spmm_narrow_kernel", "_spmm_narrow_sm90_kernel"}
 
@@ -240,7 +269,14 @@ def test_wrong_shapes_reach_the_checks(gpu):
     layer.out = 512
     with pytest.raises(InvalidInput, match="residual"):
         layer.make(501)
-    layer.out, layer.inner = 1024, 256
+    layer = Layer(fp8=True)
+    x = bsk.fp8.quantize(torch.zeros(500, layer.inner, dtype=torch.bfloat16), "1x128")
+    bsk.matmul(x, layer.factor)
+    with pytest.raises(InvalidInput, match="smoothed"):
+        bsk.matmul(x._replace(mean=torch.zeros(layer.inner)), layer.factor)
+    layer = Layer()
+    layer.make(500)
+    layer.inner = 256
     with pytest.raises(InvalidInput, match="columns"):
         layer.make(502)
 

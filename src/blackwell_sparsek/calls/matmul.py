@@ -201,6 +201,8 @@ class ResizedProduct(NamedTuple):
     at_values: int
     """An address, likewise below."""
     at_dense: int
+    at_scales: tuple[int, ...]
+    """In fp8: of the scales of blocks, and of those of x."""
     at_bias: int
     """0 without a bias."""
     at_residual: int

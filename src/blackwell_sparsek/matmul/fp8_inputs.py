@@ -19,10 +19,11 @@ from ..core.checks import (
 )
 from ..core.errors import InvalidInput, InvalidType
 from ..core.fp8 import E4M3
-from ..launch.replay import record, repeat
+from ..launch.replay import described, kept, record
 from ..sparse.matrix import BSRMatrix
 from .fp8_op import bsr_matmul_fp8
 from .inputs import Options, check_blocks, check_options
+from .resize import learned_product, resized_product
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = "1x128"
@@ -45,13 +46,20 @@ def fp8_product(
     if not isinstance(x, Quantized) or sparse.stored_descale is None:
         (out,) = _computed(*given)
         return out
-    known = sparse.pattern.launches
+    known, families = sparse.pattern.launches, sparse.pattern.families
     facts = (*options, x.scale, x.mean is None, x.hadamard)
     inputs = (sparse.storage, x.data, sparse.stored_descale, x.descale, bias, residual)
-    results = repeat(known, facts, inputs)
-    if results is None:
-        results = record(known, facts, inputs, _computed, *given, operands=0)
-    (out,) = results
+    found = described(facts, inputs)
+    recorded = None if found is None else kept(known, found.key)
+    if recorded is not None and found is not None:
+        (out,) = recorded(found.addresses)
+        return out
+    made = resized_product(families, found, options)
+    if made is None:
+        made = learned_product(families, found, options, inputs, _computed, _checked, *given)
+    if made is not None:
+        return made
+    (out,) = record(known, facts, inputs, _computed, *given, operands=0)
     return out
 
 

@@ -10,7 +10,6 @@ from ..core.activations import activate
 from ..core.checks import check_same_device, check_same_dtype, check_tangent, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import cast_operand
-from ..launch.recording import recording
 from ..launch.replay import described, kept, record
 from ..sparse.matrix import BSRMatrix
 from .autograd import multiply
@@ -25,7 +24,7 @@ from .inputs import (
     check_readable,
     needs_grad,
 )
-from .resize import is_to_learn, learn, resized_product
+from .resize import learned_product, resized_product
 
 
 def replayed_product(
@@ -44,16 +43,13 @@ def replayed_product(
     if recorded is not None and found is not None:
         (product,) = recorded(found.addresses)
         return product
-    families = sparse.pattern.families
-    product = resized_product(families, found, options)
-    if product is not None:
-        return product
-    given = (sparse, dense, bias, residual, options)
-    if found is not None and is_to_learn(families, found, options, inputs):
-        with recording() as made:
-            (product,) = _computed(*given)
-        learn(families, found, options, _checked(*given).call, made)
-        return product
+    families, given = sparse.pattern.families, (sparse, dense, bias, residual, options)
+    made = resized_product(families, found, options)
+    if made is None:
+        calling = (_computed, _checked_call, *given)
+        made = learned_product(families, found, options, inputs, *calling)
+    if made is not None:
+        return made
     (product,) = record(known, options, inputs, _computed, *given, operands=2)
     # recorded just now, but not to be repeated by launches alone
     if found is not None and known.get(found.key, found) is None:
@@ -103,6 +99,10 @@ class _Checked(NamedTuple):
     activation: str | None
     """Applied after the operator, as training needs the result before it; so is `residual`."""
     residual: torch.Tensor | None
+
+
+def _checked_call(*given: Any) -> MatmulCall:
+    return _checked(*given).call
 
 
 def _computed(*given: Any) -> tuple[torch.Tensor]:

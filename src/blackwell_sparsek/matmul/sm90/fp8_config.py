@@ -51,6 +51,7 @@ class SpmmFp8Config:
     A_TRANSPOSED = False
     X_TRANSPOSED = True
     WIDE = False
+    PAIRED = False
     SCALED = True
     GROUP_N = 0
     a_copies = 1

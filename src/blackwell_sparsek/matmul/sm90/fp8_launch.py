@@ -1,10 +1,11 @@
 """Implementation `sm90` of `bsk::bsr_matmul_fp8`: tiles of many tokens, or of few."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...calls.fp8 import Fp8MatmulCall
+from ...calls.matmul import BsrProblem
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
 from ...launch.descriptors import tensor_descriptor
@@ -19,7 +20,7 @@ from .narrow import launch_spmm_narrow_sm90
 from .narrow_records import NarrowScales
 from .row_schedule import row_schedule
 from .spmm_fp8 import _spmm_fp8_sm90_kernel
-from .spmm_launch import MAX_REGISTERS, RASTER_BYTES
+from .spmm_launch import MAX_REGISTERS, RASTER_BYTES, spmm_grid
 from .tuning import BEARABLE_CHUNKS, narrow_fp8_config, spmm_fp8_sm90_config
 
 
@@ -29,14 +30,27 @@ def matmul(call: Fp8MatmulCall) -> torch.Tensor:
     product = rows_product(given, call.x_descale)
     if product.out.numel() == 0 or _by_few_tokens(product, call):
         return product.out
-    sizes, rows = spmm_sizes(product.problem), product.rows
-    config = spmm_fp8_sm90_config(product.problem)
-    chunk = spmm_chunk(product.problem.arch, sizes, config.tile_m, config.tile_n)
-    plan = spmm_plan(rows.indptr, sizes.nnz_blocks, rows.cols_b, chunk, BEARABLE_CHUNKS)
+    rows = product.rows
+    plan, config = fp8_work(product.problem, rows.cols_b, rows.indptr)
     for views, x_scales in zip(product.parts, product.x_scales, strict=True):
         for entry, of_entry in zip(views.entries(), x_scales, strict=True):
             launch_spmm_fp8_sm90(entry, rows, call.descale, of_entry, given.bias, plan, config)
     return product.out
+
+
+class Fp8Work(NamedTuple):
+    """How a product is divided into tiles."""
+
+    plan: SpmmPlan
+    config: SpmmFp8Config
+
+
+def fp8_work(problem: BsrProblem, cols_b: int, indptr: torch.Tensor) -> Fp8Work:
+    """The work list of rows with these pointers, and tiles."""
+    config, sizes = spmm_fp8_sm90_config(problem), spmm_sizes(problem)
+    chunk = spmm_chunk(problem.arch, sizes, config.tile_m, config.tile_n)
+    plan = spmm_plan(indptr, sizes.nnz_blocks, cols_b, chunk, BEARABLE_CHUNKS)
+    return Fp8Work(plan, config)
 
 
 def _by_few_tokens(product: RowsProduct, call: Fp8MatmulCall) -> bool:
@@ -85,7 +99,7 @@ def launch_spmm_fp8_sm90(
     # the kernel has no batch dimension; the second pass does
     out_b = out.unsqueeze(0)
     partial = empty_partial(out_b, plan, config.BLOCK_H)
-    row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
+    grid = spmm_grid(plan, config, n, arch_of(out.device).num_sms)
     raster = max(1, RASTER_BYTES // (x.shape[0] * config.tile_n))
     group_stride, token_stride = x_scales.stride()
     # a dimension of size 1 may carry any stride, which TMA would refuse
@@ -110,14 +124,13 @@ def launch_spmm_fp8_sm90(
             self_resetting_counters(1, out.device),
             m,
             n,
-            row_tiles,
-            panels,
+            grid.row_tiles,
+            grid.panels,
             raster,
             config,
         )
-        programs = min(arch_of(out.device).num_sms, row_tiles * panels)
         options: dict[str, Any] = {"num_warps": 4, "maxnreg": MAX_REGISTERS, **hopper_options()}
-        launch(_spmm_fp8_sm90_kernel, programs, args, **options)
+        launch(_spmm_fp8_sm90_kernel, grid.programs, args, **options)
         if partial is not None:
             residual_b = None if residual is None else residual.unsqueeze(0)
             addends = addends_of(bias, residual_b)

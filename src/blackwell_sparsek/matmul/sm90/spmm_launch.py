@@ -22,6 +22,7 @@ from ..triton.finish import addends_of, empty_partial, launch_spmm_reduce
 from ..triton.pack import launch_pack, packed_pattern
 from ..triton.tuning import narrow_is_even, spmm_sizes
 from .config import PAIR, SLAB_COLUMNS, WARP_ROWS, SpmmSm90Config, WarpRowsConfig
+from .fp8_config import SpmmFp8Config
 from .layouts import fragment_columns, in_fragments, launch_transpose
 from .narrow import launch_spmm_narrow_sm90
 from .row_pairs import PairPlan, row_pairs
@@ -204,7 +205,9 @@ class SpmmGrid(NamedTuple):
     programs: int
 
 
-def spmm_grid(plan: SpmmPlan | PairPlan, config: SpmmSm90Config, n: int, num_sms: int) -> SpmmGrid:
+def spmm_grid(
+    plan: SpmmPlan | PairPlan, config: SpmmSm90Config | SpmmFp8Config, n: int, num_sms: int
+) -> SpmmGrid:
     """The grid for `n` columns."""
     row_tiles, panels = plan.n_items * config.row_tiles, cdiv(n, config.tile_n)
     cluster = PAIR if config.PAIRED else 1
