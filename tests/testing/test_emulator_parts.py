@@ -1072,6 +1072,14 @@ def test_what_threads_wrote_is_fenced_before_wgmma_reads_it():
     refused("warp [123]: .*wgmma", PRODUCT.replace(writers, some + " bar.sync 0;"), num_warps=4)
 
 
+def test_bytes_that_stay_the_same_need_no_fence():
+    writers = f"{FENCE} bar.sync 0;"
+    again = "ld.shared.b32 %r11, [%r2]; {} st.shared.b32 [%r2], %r11;"
+    run(PRODUCT.replace(writers, writers + again.format("")) + PRODUCT_WAIT, num_warps=4)
+    other = writers + again.format("xor.b32 %r11, %r11, 1;")
+    refused(NO_FENCE, PRODUCT.replace(writers, other), num_warps=4)
+
+
 def test_what_threads_wrote_is_fenced_before_a_copy_reads_it():
     body = f"""
         {set_up()} mov.b32 %r5, 0; mov.b32 %r6, 0; add.u32 %r4, %r2, 1024;

@@ -261,8 +261,9 @@ def _store(machine: Machine, instruction: Instruction) -> Step:
         content = [read(warp)[chosen].astype(kind) for read in reads]
         if space == "shared":
             shared = shared_of(warp, addresses)
-            shared.store(local(addresses), size, content)
-            warp.wrote(shared, local(addresses))
+            changed = shared.store(local(addresses), size, content)
+            # warp groups may write the same zeros while another has its product read them
+            warp.wrote(shared, local(addresses)[changed])
         else:
             machine.memory.store(addresses, size, content)
 

@@ -143,12 +143,18 @@ class SharedMemory:
         view = self.memory.view(WORDS[size])
         return [view[places + i] for i in range(count)]
 
-    def store(self, addresses: Any, size: int, values: Sequence[Any]) -> None:
-        """Store one word of `size` bytes after the other at every address."""
+    def store(self, addresses: Any, size: int, values: Sequence[Any]) -> Any:
+        """Store one word of `size` bytes after the other at every address.
+
+        Returns which addresses now have other bytes.
+        """
         places = self._places(addresses, size * len(values)) // size
         view = self.memory.view(WORDS[size])
+        changed = np.zeros(len(places), np.bool_)
         for i, x in enumerate(values):
+            changed |= view[places + i] != x
             view[places + i] = x
+        return changed
 
     def bytes_at(self, addresses: Any) -> Any:
         """The bytes at these addresses, of any shape."""
