@@ -71,6 +71,7 @@ DEEP = DecodeConfig(32, 32, 4, 3, 264)
 PICKED = {
     "bfloat16-d128": {80: DOWN, 89: DOWN, 90: ACROSS, 100: DOWN, 120: DOWN},
     "bfloat16-d128-pages16": {80: DOWN, 90: ACROSS},
+    "bfloat16-d128-pages16-int64": {89: DOWN, 90: ACROSS},
     "bfloat16-d128-pages64": {90: ACROSS},
     "bfloat16-d128-pages64-alibi": {89: DOWN, 90: DOWN},
     "bfloat16-d128-pages256": {90: ACROSS},
