@@ -21,7 +21,7 @@ from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.errors import InvalidInput
 from blackwell_sparsek.launch import replay as launch_replay
 
-from ..launch.fakes import noting_variants
+from ..launch.fakes import noting_variants, resizing_on_the_cpu
 from ..launch.test_replay import DEVICE, SEEN_BEFORE, pretend_gpu
 
 H200 = Arch("cuda", 90, 132, 232448, False)
@@ -39,12 +39,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "seen_before", SEEN_BEFORE)
     for module in (resize, resize_backward):
         monkeypatch.setattr(module, "raw_device", lambda: DEVICE)
-    monkeypatch.setattr(sm90_resize, "raw_stream", lambda device: 0)
-    empty = torch._C._dynamo.guards._empty_strided_cpu
-    monkeypatch.setattr(sm90_resize, "empty_on_gpu", empty)
-    words = torch.zeros(4096, dtype=torch.int32)
-    monkeypatch.setattr(sm90_resize, "counters_of_stream", lambda *given: words)
-    monkeypatch.setattr(sm90_launch, "self_resetting_counters", lambda *given: words)
+    resizing_on_the_cpu(monkeypatch, sm90_resize, sm90_launch)
     for module in (calls, sm90_launch):
         monkeypatch.setattr(module, "arch_of", lambda device: H200)
     monkeypatch.setattr(resize, "_FAMILIES", {})

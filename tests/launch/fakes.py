@@ -129,6 +129,20 @@ class _NotingPrepared:
         self._variant.note(grid, stream, self.words, self.places)
 
 
+def resizing_on_the_cpu(monkeypatch: pytest.MonkeyPatch, resizing: Any, *launching: Any) -> None:
+    """Let a module that makes launches again, and those that make them in full, do without a GPU.
+
+    Results lie in the memory of the CPU, and all launches have the same counters.
+    """
+    words = torch.zeros(4096, dtype=torch.int32)
+    monkeypatch.setattr(resizing, "raw_stream", lambda device: 0)
+    empty = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(resizing, "empty_on_gpu", empty)
+    monkeypatch.setattr(resizing, "counters_of_stream", lambda *given: words)
+    for module in launching:
+        monkeypatch.setattr(module, "self_resetting_counters", lambda *given: words)
+
+
 def noting_variants(monkeypatch: pytest.MonkeyPatch, launched: list[Any]) -> None:
     """Let every kernel have a variant; `launched` gets (kernel, grid, stream, values, maps)."""
 

@@ -18,7 +18,7 @@ from blackwell_sparsek.matmul import choice, fp8_inputs, products, resize
 from blackwell_sparsek.matmul.sm90 import fp8_launch, spmm_launch
 from blackwell_sparsek.matmul.sm90 import resize as sm90_resize
 
-from ..launch.fakes import noting_variants
+from ..launch.fakes import noting_variants, resizing_on_the_cpu
 from ..launch.test_replay import DEVICE, SEEN_BEFORE, pretend_gpu
 
 H200 = Arch("cuda", 90, 132, 232448, False)
@@ -34,13 +34,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(launch_replay, "_seen", {})
     monkeypatch.setattr(launch_replay, "seen_before", SEEN_BEFORE)
     monkeypatch.setattr(resize, "raw_device", lambda: DEVICE)
-    monkeypatch.setattr(sm90_resize, "raw_stream", lambda device: 0)
-    empty = torch._C._dynamo.guards._empty_strided_cpu
-    monkeypatch.setattr(sm90_resize, "empty_on_gpu", empty)
-    words = torch.zeros(4096, dtype=torch.int32)
-    monkeypatch.setattr(sm90_resize, "counters_of_stream", lambda *given: words)
-    for module in (spmm_launch, fp8_launch):
-        monkeypatch.setattr(module, "self_resetting_counters", lambda *given: words)
+    resizing_on_the_cpu(monkeypatch, sm90_resize, spmm_launch, fp8_launch)
     for module in (calls, spmm_launch, fp8_launch):
         monkeypatch.setattr(module, "arch_of", lambda device: H200)
     noting_variants(monkeypatch, state.launched)
@@ -274,8 +268,15 @@ def test_wrong_shapes_reach_the_checks(gpu):
     bsk.matmul(x, layer.factor)
     with pytest.raises(InvalidInput, match="smoothed"):
         bsk.matmul(x._replace(mean=torch.zeros(layer.inner)), layer.factor)
+    # one scale, or a residual, without any dimension
+    with pytest.raises(InvalidInput, match="other scales"):
+        bsk.matmul(x._replace(descale=torch.ones(()), scale="tensor"), layer.factor)
     layer = Layer()
-    layer.make(500)
+    x, *_ = layer.make(500)
+    with pytest.raises(InvalidInput, match="residual"):
+        bsk.matmul(x, layer.factor, residual=torch.zeros((), dtype=torch.bfloat16))
+    with pytest.raises(InvalidInput, match="rank"):
+        bsk.matmul(torch.zeros((), dtype=torch.bfloat16), layer.factor)
     layer.inner = 256
     with pytest.raises(InvalidInput, match="columns"):
         layer.make(502)

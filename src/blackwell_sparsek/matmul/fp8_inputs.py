@@ -23,7 +23,7 @@ from ..launch.replay import described, kept, record
 from ..sparse.matrix import BSRMatrix
 from .fp8_op import bsr_matmul_fp8
 from .inputs import Options, check_blocks, check_options
-from .resize import learned_product, resized_product
+from .resize import product_of_family
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = "1x128"
@@ -54,9 +54,7 @@ def fp8_product(
     if recorded is not None and found is not None:
         (out,) = recorded(found.addresses)
         return out
-    made = resized_product(families, found, options)
-    if made is None:
-        made = learned_product(families, found, options, inputs, _computed, _checked, *given)
+    made = product_of_family(families, found, options, inputs, _computed, _checked, *given)
     if made is not None:
         return made
     (out,) = record(known, facts, inputs, _computed, *given, operands=0)

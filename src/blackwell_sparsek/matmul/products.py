@@ -24,7 +24,7 @@ from .inputs import (
     check_readable,
     needs_grad,
 )
-from .resize import learned_product, resized_product
+from .resize import product_of_family
 
 
 def replayed_product(
@@ -44,10 +44,8 @@ def replayed_product(
         (product,) = recorded(found.addresses)
         return product
     families, given = sparse.pattern.families, (sparse, dense, bias, residual, options)
-    made = resized_product(families, found, options)
-    if made is None:
-        calling = (_computed, _checked_call, *given)
-        made = learned_product(families, found, options, inputs, *calling)
+    calling = (_computed, _checked_call, *given)
+    made = product_of_family(families, found, options, inputs, *calling)
     if made is not None:
         return made
     (product,) = record(known, options, inputs, _computed, *given, operands=2)

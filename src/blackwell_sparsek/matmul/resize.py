@@ -15,7 +15,7 @@ from ..calls.fp8 import Fp8MatmulCall
 from ..calls.matmul import MatmulCall, PatternTensors, ResizedProduct
 from ..core.sizes import contiguous_strides
 from ..core.torch_private import raw_device
-from ..launch.recording import Recording, recording
+from ..launch.recording import recording
 from ..launch.replay import (
     RESIZED_CALLS,
     Cache,
@@ -40,33 +40,7 @@ class _Family(NamedTuple):
     """`sm90.resize.ProductLaunches`, or None if no kernel makes them in one launch."""
 
 
-def resized_product(
-    families: Cache, found: Described | None, options: Options
-) -> torch.Tensor | None:
-    """The product that `found` describes, if its family knows a launch for it.
-
-    `found` is of (values, x, bias, residual), in fp8 of (values, x, scales of blocks, scales of x,
-    bias, residual).
-    """
-    if not families or found is None:
-        return None
-    given = _given(found, options)
-    if given is None:
-        return None
-    key, resized = given
-    family = kept(families, key)
-    if family is None or family.launches is None or family.device != raw_device():
-        return None
-    # rows that recur are left to the full call, which records its launches
-    if times_seen(found.key) >= RESIZED_CALLS:
-        return None
-    product: torch.Tensor | None = family.launches.run(resized)
-    if product is not None:
-        note_call(found.key)
-    return product
-
-
-def learned_product(
+def product_of_family(
     families: Cache,
     found: Described | None,
     options: Options,
@@ -75,58 +49,56 @@ def learned_product(
     call: Callable[..., Call],
     *given: Any,
 ) -> torch.Tensor | None:
-    """The product `compute(*given)`, whose launches its family learns; None if it would not.
+    """The product by a launch of its family, or made in full to teach its family one.
 
-    `call(*given)` is the checked call, `inputs` are those that `found` describes.
+    None if the product is to be made, and perhaps recorded, for itself.
+
+    Parameters
+    ----------
+    found : of `inputs`, which are (values, x, bias, residual), in fp8 (values, x, scales of blocks,
+        scales of x, bias, residual)
+    compute, call : the product in full and its checked call, both of `given`
     """
-    if found is None or not _is_to_learn(families, found, options, inputs):
+    # rows that recur are recorded
+    if found is None or times_seen(found.key) >= RESIZED_CALLS:
         return None
-    with recording() as record:
-        (product,) = compute(*given)
-    _learn(families, found, options, call(*given), record)
+    member = _given(found, options)
+    if member is None:
+        return None
+    key, resized = member
+    family = kept(families, key)
+    product: torch.Tensor | None = None
+    if family is not None:
+        if family.launches is None or family.device != raw_device():
+            return None
+        product = family.launches.run(resized)
+    if product is None:
+        facts, *_ = found.key
+        lacks = family is None or family.launches.lacks(resized.lead)
+        if not (lacks and may_record(facts, (), inputs)):
+            return None
+        with recording() as record:
+            (product,) = compute(*given)
+        if family is None:
+            family = _new_family(call(*given), options.impl)
+            keep(families, key, family)
+        if family.launches is not None and record.complete and not record.derived:
+            family.launches.learn(record.launches, resized.lead)
+    note_call(found.key)
     return product
 
 
-def _is_to_learn(
-    families: Cache, found: Described, options: Options, inputs: tuple[Any, ...]
-) -> bool:
-    facts, *_ = found.key
-    if times_seen(found.key) >= RESIZED_CALLS or not may_record(facts, (), inputs):
-        return False
-    given = _given(found, options)
-    if given is None:
-        return False
-    key, product = given
-    family = kept(families, key)
-    if family is None:
-        return True
-    return family.launches is not None and family.launches.lacks(product.lead)
+def _new_family(call: Call, impl: str) -> _Family:
+    plain = call.given if isinstance(call, Fp8MatmulCall) else call
+    launches = None
+    if isinstance(plain.pattern, PatternTensors) and plain.problem.arch.sm == 90:
+        # imported here because it imports kernels
+        from .sm90.resize import FP8_TILES, TILES, ProductLaunches
 
-
-def _learn(
-    families: Cache, found: Described, options: Options, call: Call, record: Recording
-) -> None:
-    """Keep the launches of a product, made in full, for its family."""
-    given = _given(found, options)
-    if given is None:
-        return
-    key, product = given
-    note_call(found.key)
-    family = kept(families, key)
-    if family is None:
-        plain = call.given if isinstance(call, Fp8MatmulCall) else call
-        launches = None
-        if isinstance(plain.pattern, PatternTensors) and plain.problem.arch.sm == 90:
-            # imported here because it imports kernels
-            from .sm90.resize import FP8_TILES, TILES, ProductLaunches
-
-            kernel = TILES if plain is call else FP8_TILES
-            if kernel.takes(plain.problem):
-                launches = ProductLaunches(plain, options.impl, kernel)
-        family = _Family(plain.values.get_device(), launches)
-        keep(families, key, family)
-    if family.launches is not None and record.complete and not record.derived:
-        family.launches.learn(record.launches, product.lead)
+        kernel = TILES if plain is call else FP8_TILES
+        if kernel.takes(plain.problem):
+            launches = ProductLaunches(plain, impl, kernel)
+    return _Family(plain.values.get_device(), launches)
 
 
 def _given(found: Described, options: Options) -> tuple[Any, ResizedProduct] | None:
@@ -136,9 +108,9 @@ def _given(found: Described, options: Options) -> tuple[Any, ResizedProduct] | N
     if not options.dense_left or values is None or dense is None:
         return None
     shape, *_ = dense
-    *lead, _ = shape
-    if not lead or 0 in shape:
+    if len(shape) < 2 or 0 in shape:
         return None
+    *lead, _ = shape
     by_row: list[Any] = []
     for x in (dense, residual, *scales[1:]):
         if x is None:
@@ -156,6 +128,8 @@ def _given(found: Described, options: Options) -> tuple[Any, ResizedProduct] | N
 def _of_row(x: TensorFacts, lead: list[int]) -> tuple[Any, ...] | None:
     """The last dimension, dtype and device of a contiguous tensor with these others; else None."""
     shape, strides, *others = x
+    if len(shape) != len(lead) + 1:
+        return None
     *lead_x, size = shape
     if lead_x != lead or strides != contiguous_strides(shape):
         return None
