@@ -20,7 +20,7 @@ class FakeCuda:
     def __init__(self):
         self.sizes = []
         self.launched, self.encoded, self.loaded, self.zeroed = [], {}, [], []
-        self.current, self.shared, self.fails = [], {}, {}
+        self.current, self.shared, self.preferred, self.fails = [], {}, {}, {}
         functions = {name: getattr(self, name) for name in dir(self) if name.startswith("cu")}
         # plain functions, whose argument types may be set
         self.library = SimpleNamespace(**{n: self._plain(n, f) for n, f in functions.items()})
@@ -53,6 +53,9 @@ class FakeCuda:
     def cuModuleGetFunction(self, function, module, name):
         function._obj.value = FUNCTION + module.value
         self.loaded[-1] += (name,)
+
+    def cuFuncSetCacheConfig(self, function, config):
+        self.preferred[function.value] = config
 
     def cuFuncSetAttribute(self, function, name, value):
         self.shared[function.value] = (name, value)

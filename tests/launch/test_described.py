@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blackwell_sparsek.launch import described, driver, prepared
-from blackwell_sparsek.launch.description import ArraySpec, KernelLaunch
+from blackwell_sparsek.launch.description import ArraySpec, KernelLaunch, arrays_of
 from blackwell_sparsek.launch.descriptors import tensor_descriptor
 from blackwell_sparsek.launch.parameters import MapParameters, Parameters
 from blackwell_sparsek.launch.signature import Signature, Unaligned, pointer_type
@@ -85,12 +85,25 @@ def test_types_are_those_of_a_launch(cuda):
     assert sorted(attrs) == [(1, 0), (2,)] and (sm, options) == (90, {"num_warps": 4})
 
 
+def test_arrays_of_a_launch():
+    """Of what is nested in records, each array once, in the order of the arguments."""
+    planned = launch()
+    found = arrays_of(planned)
+    # that of a descriptor too
+    assert list(found) == ["x", "vector", "counters"]
+    first, second = planned.args[1]
+    # views of one array are one array
+    assert found["vector"] is first and second.name == "vector"
+    nested = KernelLaunch(KERNEL, 1, ((None, (second, 7)), found["counters"], first), {})
+    assert arrays_of(nested) == {"vector": second, "counters": found["counters"]}
+
+
 def test_a_launch_by_the_driver(cuda):
     made = described.DescribedLaunch(launch(), ("x", "vector"), 5000, 90)
     for address in (4096, 8192, 4096):
         made.run(FIRST_STREAM, [address, 1024])
     assert cuda.loaded == [(CONTEXT, b"code", b"kernel")]
-    assert cuda.shared == {FUNCTION + 1: (8, 100_000)}
+    assert cuda.shared == {FUNCTION + 1: (8, 100_000)} and cuda.preferred == {FUNCTION + 1: 1}
     # once for the stream, and room for more
     assert cuda.zeroed == [(CONTEXT, MEMORY, 8192, FIRST_STREAM)]
     expected = [

@@ -164,12 +164,12 @@ def test_decode_calls(gpu):
         assert gpu.calls == calls + 1, change
 
 
-def packed(tokens=10, lengths=(3, 7), same=False, longest=(7, 7)):
+def packed(tokens=10, lengths=(3, 7), same=False, longest=(7, 7), **options):
     q, k, v = (half(tokens, 2, 16) for _ in range(3))
     cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
     offsets = (cu, cu if same else cu.clone())
     maximum = {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
-    bsk.attention_varlen(q, k, v, *offsets, **maximum)
+    bsk.attention_varlen(q, k, v, *offsets, **maximum, **options)
     return offsets
 
 
@@ -184,6 +184,33 @@ def test_packed_calls(gpu):
         packed(**change)
     assert gpu.calls == 5 and len(gpu.repeated) == 1
     assert not attention_repeat._DENSE
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("dense", "alibi_slopes"), ("dense", "bias"), ("dense", "out"), ("packed", "out")],
+)
+def test_added_scores_and_an_output_do_not_take_the_launches_of_other_calls(
+    gpu, monkeypatch, call, name
+):
+    """Keys of plain calls do not hold these tensors, so that their launches would ignore them."""
+    made = []
+
+    def attend_extended(options, inputs, *others):
+        made.append(inputs)
+        q, *_ = inputs
+        return torch.empty_like(q), torch.empty(q.shape[:-1])
+
+    monkeypatch.setattr(functional_attention, "_attend_extended", attend_extended)
+    run = attend if call == "dense" else packed
+    for _ in range(2):
+        run()
+    assert (gpu.calls, len(gpu.repeated)) == (1, 1)
+    added = {"alibi_slopes": torch.ones(2), "bias": half(1, 2, 32, 32), "out": half(1, 2, 32, 16)}
+    run(**{name: added[name]})
+    (inputs,) = made
+    assert any(x is added[name] for x in inputs)
+    assert (gpu.calls, len(gpu.repeated)) == (1, 1)
 
 
 def test_offsets_that_serve_queries_and_keys_have_one_role(gpu):

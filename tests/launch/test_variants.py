@@ -3,7 +3,6 @@
 import ctypes
 import itertools
 import struct
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,9 +13,12 @@ import torch
 pytest.importorskip("triton")
 from triton.runtime.jit import native_specialize_impl
 
+from blackwell_sparsek.core.target import Arch
 from blackwell_sparsek.launch import driver, prepared, variants
 from blackwell_sparsek.launch.descriptors import tensor_descriptor
 from blackwell_sparsek.launch.parameters import MapParameters, Parameters, UnknownParameters
+
+from .fake_cuda import FUNCTION, FakeCuda
 
 
 class Pair(NamedTuple):
@@ -92,6 +94,7 @@ def fake_driver(monkeypatch):
 
     monkeypatch.setattr(prepared, "launch_kernel", launch)
     monkeypatch.setattr(variants, "raw_device", lambda: 0)
+    monkeypatch.setattr(variants, "_loaded", lambda compiled: 77)
     monkeypatch.setattr(variants, "_kernels", {})
     return state
 
@@ -109,7 +112,7 @@ class Kernel:
         state.formats = formats
         options = {"launch_pdl": False, "launch_cooperative_grid": False} | options
         metadata = SimpleNamespace(num_warps=12, shared=1000, **options)
-        self._compiled = SimpleNamespace(metadata=metadata, _init_handles=lambda: None, function=77)
+        self._compiled = SimpleNamespace(metadata=metadata)
         self.parameters = Parameters(formats, (0,), maps)
         self.unknown = unknown
 
@@ -277,42 +280,36 @@ def test_the_sizes_of_a_map_are_parameters_where_they_are_encoded(monkeypatch, r
 
 
 @pytest.fixture
-def unloaded(monkeypatch):
-    """A compiled kernel that takes a while to load, and what Triton's driver says to it."""
-    from triton.compiler import compiler
-
-    kernel = object.__new__(compiler.CompiledKernel)
-    kernel.module = kernel.function = kernel._run = kernel.src = kernel.kernel = None
-    kernel.name = kernel.hash = kernel.metadata_group = None
-    kernel.metadata = SimpleNamespace(shared=1000, num_warps=4, warp_size=32)
-
-    def load_binary(*_):
-        time.sleep(0.2)
-        return "module", 1234, 32, 0, 1024
-
-    target = SimpleNamespace(warp_size=32)
-    utils = SimpleNamespace(load_binary=load_binary)
-    active = SimpleNamespace(
-        get_current_device=lambda: 0,
-        launcher_cls=lambda src, metadata: "launcher",
-        get_current_target=lambda: target,
-        utils=utils,
-    )
-    monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 2000)
-    return kernel
+def cuda(monkeypatch):
+    """The driver of a GPU with 2000 bytes of shared memory."""
+    fake = FakeCuda()
+    gpu = Arch("cuda", 90, 132, 2000, False)
+    monkeypatch.setattr(driver, "_library", lambda: fake.library)
+    monkeypatch.setattr(variants, "raw_device", lambda: 3)
+    monkeypatch.setattr(variants, "arch_of", lambda device: gpu if device.index == 3 else None)
+    # makes the device's context current in this thread
+    monkeypatch.setattr(torch.cuda, "set_device", fake.current.append)
+    return fake
 
 
-def test_threads_that_load_a_kernel_at_once_all_get_it(unloaded):
-    with ThreadPoolExecutor(4) as pool:
-        handles = [pool.submit(variants._loaded, unloaded) for _ in range(4)]
-        assert [handle.result() for handle in handles] == [1234] * 4
+def compiled_kernel(shared):
+    metadata = SimpleNamespace(name="kernel", shared=shared)
+    return SimpleNamespace(metadata=metadata, asm={"cubin": b"code"})
 
 
-def test_a_kernel_that_cannot_be_loaded_is_refused_every_time(unloaded):
+def test_a_kernel_is_loaded_without_a_launcher_of_tritons(cuda):
+    """In whichever thread: one that only launches has no context yet."""
+    kernel = compiled_kernel(shared=1000)
+    with ThreadPoolExecutor(1) as pool:
+        handles = [variants._loaded(kernel), pool.submit(variants._loaded, kernel).result()]
+    assert handles == [FUNCTION + 1, FUNCTION + 2]
+    assert cuda.loaded == [(3, b"code", b"kernel")] * 2
+
+
+def test_a_kernel_that_does_not_fit_is_refused_every_time(cuda):
     from triton.runtime.errors import OutOfResources
 
-    unloaded.metadata.shared = 3000
     for _ in range(2):
-        with pytest.raises(OutOfResources, match="shared memory"):
-            variants._loaded(unloaded)
+        with pytest.raises(OutOfResources, match=r"shared memory, Required: 3000, .* 2000"):
+            variants._loaded(compiled_kernel(shared=3000))
+    assert not cuda.loaded

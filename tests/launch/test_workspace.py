@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from blackwell_sparsek.launch import workspace
 from blackwell_sparsek.launch.recording import recording
 from blackwell_sparsek.launch.workspace import (
     GRAPHS,
@@ -67,6 +68,34 @@ def test_a_cpu_needs_no_thread():
 def test_self_resetting_counters_are_zero():
     words = self_resetting_counters(7, torch.device("cpu"))
     assert words.dtype == torch.int32 and words.tolist() == [0] * 7
+
+
+def test_captured_launches_have_words_of_their_own(monkeypatch):
+    """Out of a reserve that earlier launches made, and without it by zeroing in the graph."""
+    device = torch.device("cpu", 0)
+    for name in ("_of_streams", "_for_captures"):
+        monkeypatch.setattr(workspace, name, {})
+    synchronized = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    monkeypatch.setattr(workspace, "CAPTURED_WORDS", 12)
+
+    def words(count, stream, capturing):
+        made = workspace.counters_of_stream(count, device, stream, capturing)
+        assert made.dtype == torch.int32 and not made.any() and made.numel() >= count
+        return made
+
+    # nothing is reserved yet
+    kept = [words(5, 7, True)]
+    first = words(5, 7, False)
+    assert words(3, 7, False) is first and words(9, 7, False) is not first
+    kept += [first, words(5, 8, False)]
+    assert synchronized == [device]
+    # only the first of them fits in the reserve
+    kept += [words(5, 7, True) for _ in range(3)]
+    for number, made in enumerate(kept, 1):
+        made.fill_(number)
+    # nobody writes where another one counts
+    assert [set(made.tolist()) for made in kept] == [{i} for i in range(1, 7)]
 
 
 def test_a_recording_knows_self_resetting_counters():

@@ -26,6 +26,8 @@ _L2_128B = 2
 # CUfunction_attribute: the most shared memory that a launch may ask for. More than the default must
 # be allowed for each kernel.
 _MOST_SHARED = 8
+# CUfunc_cache: shared memory before L1, as much as a multiprocessor has.
+_PREFER_SHARED = 1
 _DEFAULT_SHARED = 48 * 1024
 _INVALID_CONTEXT = 201
 # Drivers up to 13.1 may fetch past the end of tensors that span less than this many bytes, unless
@@ -144,7 +146,7 @@ def launch_kernel(config: int, function: int, parameters: int) -> None:
         raise RuntimeError(f"cuLaunchKernelEx failed: {_message(code)}")
 
 
-# What Triton and torch do for launches of torch, for those of other frameworks.
+# Contexts, modules and memory.
 
 
 def _checked(name: str, *args: Any) -> None:
@@ -176,6 +178,7 @@ def loaded_function(cubin: bytes, name: str, shared: int) -> int:
     _checked("cuModuleLoadData", ctypes.byref(module), cubin)
     _checked("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
     if shared > _DEFAULT_SHARED:
+        _checked("cuFuncSetCacheConfig", function, _PREFER_SHARED)
         _checked("cuFuncSetAttribute", function, _MOST_SHARED, shared)
     assert function.value is not None
     return function.value

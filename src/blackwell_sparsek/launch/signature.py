@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.sizes import dtype_name
 from .assembler import assembler_options
+from .cache_keys import settle_cache_keys
 from .descriptors import TRITON_NAMES
 from .prepared import COMPILE_OPTIONS
 
@@ -35,6 +36,7 @@ class Signature:
     """
 
     def __init__(self, kernel: Any, args: Sequence[Any]):
+        settle_cache_keys()
         self._kernel = kernel
         self.signature: dict[str, Any] = {}
         self.constants: dict[tuple[int, ...], Any] = {}

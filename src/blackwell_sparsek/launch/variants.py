@@ -6,7 +6,6 @@ Finding the variant again in Triton's front end takes longer than everything els
 one pass over the arguments gives both the key of the variant and the values of its parameters.
 """
 
-import threading
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,8 +16,10 @@ from ..core.arch import arch_of
 from ..core.env import triton_interpreted
 from ..core.torch_private import raw_device
 from .assembler import assembler_options
+from .cache_keys import settle_cache_keys
 from .compile_hooks import constants_as_text
 from .descriptors import Descriptor
+from .driver import loaded_function
 from .parameters import UnknownParameters
 from .prepared import COMPILE_OPTIONS, Variant
 
@@ -101,6 +102,7 @@ class _Kernel:
     """A kernel's parameters by kind, and its variants."""
 
     def __init__(self, kernel: Any):
+        settle_cache_keys()
         # kept alive, so that its id stays unique
         self.kernel = kernel
         self.runtime: list[tuple[int, bool]] = []
@@ -119,8 +121,6 @@ def _no_constants(args: Sequence[Any]) -> None:
 
 
 _kernels: dict[int, _Kernel] = {}
-# Held while a kernel is loaded; a hook of Triton's that runs then may launch kernels of its own.
-_loading = threading.RLock()
 
 
 def find_variant(
@@ -196,12 +196,20 @@ def current_sm() -> int:
 
 
 def _loaded(compiled: Any) -> int:
-    """The kernel's handle on the current device, onto which it is loaded."""
-    # Triton makes the launcher first, and takes a kernel with a launcher for loaded: a second
-    # thread, or a call after one that failed, would get no handle from `compiled.run`
-    with _loading:
-        compiled._init_handles()
-    return compiled.function
+    """The kernel's handle on the current device, onto which it is loaded.
+
+    Not by Triton: 3.6 has gcc compile a launcher for the types of the arguments first, 0.7 s each,
+    and takes a kernel with a launcher for loaded, so that a second thread would get no handle.
+    """
+    index = raw_device()
+    metadata, most = compiled.metadata, arch_of(torch.device("cuda", index)).smem_bytes
+    if metadata.shared > most:
+        from triton.runtime.errors import OutOfResources
+
+        raise OutOfResources(metadata.shared, most, "shared memory")
+    # a new thread has no context until it uses the CUDA runtime
+    torch.cuda.set_device(index)
+    return loaded_function(compiled.asm["cubin"], metadata.name, metadata.shared)
 
 
 def for_triton(x: Any) -> Any:
