@@ -203,6 +203,11 @@ ROTARY = bsk.Rotary(torch.ones(9, 4), torch.ones(9, 4))
      InvalidInput, "rotary.cos is too wide; expected 1 to 12 columns"),
     ({"rotary": bsk.Rotary(torch.ones(9, 4), torch.ones(9, 3)), "positions": torch.arange(7)},
      InvalidInput, r"rotary.sin .*\[9, 4\]"),
+    # not the same as no rotary embedding at all
+    ({"rotary": bsk.Rotary(None, torch.ones(9, 4))}, InvalidType, "rotary.cos is not a tensor"),
+    ({"rotary": bsk.Rotary(None, None)}, InvalidType, "rotary.cos is not a tensor"),
+    ({"rotary": bsk.Rotary(torch.ones(9, 4), None), "positions": torch.arange(7)}, InvalidType,
+     "rotary.sin is not a tensor"),
     ({"q": torch.zeros(7, 6, 24)}, InvalidInput, "q goes with rotary"),
     ({"k": torch.zeros(7, 2, 24)}, InvalidInput, r"k .*\[7, 3, 24\]"),
     ({"k": torch.zeros(7, 3, 24).half()}, InvalidType, "k has an unsupported dtype"),

@@ -108,8 +108,11 @@ def _parts(rotary: Any) -> tuple[Any, Any, bool]:
     if not isinstance(rotary, Rotary):
         got = type(rotary).__name__
         raise InvalidType(message(_OP, "rotary", "is of a wrong class", "bsk.Rotary", got))
-    check_flag(_OP, "rotary.interleaved", rotary.interleaved)
-    return rotary.cos, rotary.sin, rotary.interleaved
+    cos, sin, interleaved = rotary
+    check_flag(_OP, "rotary.interleaved", interleaved)
+    if cos is None or sin is None:  # from here on, None is a call without rotary embedding
+        check_tensor(_OP, "rotary.cos" if cos is None else "rotary.sin", None)
+    return cos, sin, interleaved
 
 
 def _check(
