@@ -271,6 +271,20 @@ def test_refusals(change, text):
         refusal(change)
 
 
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_derivatives_of_scales_by_transforms_are_refused(name):
+    given, scales = tensors((40, 150), (4, 2), (16, 16), batch=2)
+
+    def attend(scale):
+        return bsk.attention(*given, **{**scales, name: scale}).float().sum()
+
+    scale = torch.ones(1)
+    with pytest.raises(bsk.Unsupported, match=f"{name} has a forward-mode derivative"):
+        torch.func.jvp(attend, (scale,), (torch.ones(1),))
+    with pytest.raises(bsk.Unsupported, match=f"{name} is differentiated by torch.func"):
+        torch.func.grad(attend)(scale)
+
+
 @pytest.mark.parametrize("name", ["sinks", "q_descale", "k_descale", "v_descale"])
 def test_gradients_of_packed_calls_are_refused(name):
     x, offsets = torch.ones(8, 2, 16).to(E4M3), torch.tensor([0, 8], dtype=torch.int32)

@@ -55,7 +55,14 @@ def test_the_barriers_lie_where_the_warps_look_for_them(options):
 
 @pytest.mark.parametrize(
     "switches",
-    [{"PING_PONG": True}, {"Q_REGISTERS": True}, {"HALVES": True}, {"CONSUMERS": 1}],
+    [
+        {"PING_PONG": True},
+        {"Q_REGISTERS": True},
+        {"HALVES": True},
+        {"HALVES": True, "SLICE_DV": 128, "PRODUCTS_FIRST": True},
+        {"TILE_DV": 256},
+        {"CONSUMERS": 1},
+    ],
     ids=str,
 )
 def test_what_no_configuration_has(switches):
@@ -168,6 +175,14 @@ def visible_keys(sq, sk, device, causal=False, left=None):
     return seen
 
 
+def random_blocks(block, heads, sq, sk, device):
+    """A mask of four of ten blocks, and the keys that it keeps."""
+    keep = torch.rand((1, heads, -(-sq // block[0]), -(-sk // block[1])), device=device) < 0.4
+    mask = bsk.BlockMask.from_dense(keep, block, seq_lengths=(sq, sk))
+    each = keep.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+    return mask, each[:, :, :sq, :sk]
+
+
 @pytest.mark.sm90
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("scaled", ["block", "head", "none"])
@@ -207,11 +222,8 @@ def test_results(dim, scaled, lengths, heads, options):
     if "window" in options:
         visible = visible_keys(sq, sk, device, True, options["window"] - 1)
     if block := options.pop("mask", None):
-        grid = (1, hq, -(-sq // block[0]), -(-sk // block[1]))
-        keep = torch.rand(grid, device=device) < 0.4
-        options["block_mask"] = bsk.BlockMask.from_dense(keep, block, seq_lengths=(sq, sk))
-        each = keep.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
-        visible = visible & each[:, :, :sq, :sk]
+        options["block_mask"], kept = random_blocks(block, hq, sq, sk, device)
+        visible = visible & kept
     factor = {"scale": 1e-4} if scaled == "none" else {}
     data = [x.data for x in made]
     with poison.poisoned_empty():
@@ -270,10 +282,14 @@ def test_maxima_that_rise_or_fall_with_every_key(slope):
         {},
         {"STAGES": 2},
         {"HALVES": True, "SLICE_DV": 128},
+        {"HALVES": False, "SLICE_DV": 64},
+        {"HALVES": False, "SLICE_DV": 64, "PRODUCTS_FIRST": True},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 500}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "window": 500}, {"mask": (128, 128)}], ids=str
+)
 def test_switches_of_the_configuration(switches, options, monkeypatch):
     device = torch.device("cuda")
     q, k, v = (
@@ -286,14 +302,16 @@ def test_switches_of_the_configuration(switches, options, monkeypatch):
     def switched(*problem):
         return replace(chosen(*problem), **switches)
 
+    visible, options = visible_keys(700, 1500, device), dict(options)
+    if block := options.pop("mask", None):
+        options["block_mask"], visible = random_blocks(block, 8, 700, 1500, device)
+    elif options:
+        visible = visible_keys(700, 1500, device, True, options["window"] - 1)
     monkeypatch.setattr(launch_fp8, "attn_fwd_fp8_sm90_config", switched)
     monkeypatch.setattr(api, "_FP8", {})
     with poison.poisoned_empty():
         out = bsk.attention(*data, **scales, **options, impl="sm90")
     exact = bsk.attention(*data, **scales, **options, out_dtype=torch.float32, impl="reference")
-    visible = visible_keys(700, 1500, device)
-    if options:
-        visible = visible_keys(700, 1500, device, True, options["window"] - 1)
     plain, _ = rounded_weights(*(x.stored() for x in made), 128**-0.5, visible)
     assert_within_budget(out, exact.double(), plain)
 

@@ -73,6 +73,9 @@ class AttnFwdSm90Config:
     HALVES: bool = False
     """In fp8: KV tiles are processed in halves; the scores of one are in flight while the weights
     of the other are computed (`forward_fp8_halves`)."""
+    PRODUCTS_FIRST: bool = False
+    """In fp8: multiply the weights of a tile with its values before the scores of the next tile
+    take registers, so that two slices of products fit beside wide outputs."""
 
     def __post_init__(self) -> None:
         plain = not (self.HALF_TILES or self.SPLIT_TAIL or self.PDL)
@@ -85,6 +88,9 @@ class AttnFwdSm90Config:
         # the product of a half is one WGMMA wide
         halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV == self.SLICE_DV
         assert not self.HALVES or halves, f"{self=}"
+        first = self.FP8 and not self.HALVES
+        assert first or not self.PRODUCTS_FIRST, f"{self=}"
+        assert not self.FP8 or self.PRODUCTS_FIRST or self.dv_slices <= 2, f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
         assert self.TILE_D in TILE_WIDTHS and self.TILE_DV in TILE_WIDTHS, f"{self=}"
@@ -116,14 +122,6 @@ class AttnFwdSm90Config:
     def dv_slices(self) -> int:
         """Slices of values and outputs."""
         return self.TILE_DV // self.SLICE_DV
-
-    @property
-    def products_ahead(self) -> int:
-        """In fp8: products with slices of values that run at the same time.
-
-        Each takes registers, and wide outputs leave none for a second one.
-        """
-        return self.dv_slices if self.TILE_DV <= 128 else 1
 
     @property
     def score_keys(self) -> int:
@@ -316,7 +314,7 @@ def make_fp8_config(
     """The configuration of the forward in fp8; `block_kv` is the mask's, None without one.
 
     The product of a tile with the values has registers of its own (see `forward_fp8`), 32 in each
-    slice of 64 columns; up to 128 columns have them all at a time.
+    slice of 64 columns. Up to 128 columns there are enough of them beside the scores.
     """
     # a KV tile stays within 128 keys that share a scale, and within a block of the mask
     tile_n = 64 if tile_dv > 128 or (block_kv or 128) % 128 else 128
@@ -348,6 +346,7 @@ def make_fp8_config(
         FP8=True,
         K_BLOCKS=k_blocks,
         HALVES=halves,
+        PRODUCTS_FIRST=tile_dv > 128,
     )
 
 

@@ -41,7 +41,13 @@ from ...device.gluon.pipeline import (
     tiles,
     work_channel,
 )
-from ...device.gluon.row_parts import add_parts, pin_above, row_maxima, row_parts
+from ...device.gluon.row_parts import (
+    add_parts,
+    computed_here,
+    pin_above,
+    row_maxima,
+    row_parts,
+)
 from ...device.gluon.warps import shared_address
 from ...device.masks import exists, position, row_bounds
 from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxState
@@ -110,46 +116,57 @@ class Fp8ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def start_product(p, stages, stage, SLICE: gl.constexpr, CFG: gl.constexpr):
-    """Start the product of weights and one slice of the values of a stage, from zero."""
-    layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
-    width: gl.constexpr = CFG.SLICE_DV
-    nothing = gl.zeros([ROWS, width], gl.float32, layout)
+def start_product(p, stages, stage, sums, SLICE: gl.constexpr, CFG: gl.constexpr):
+    """Start the product of weights and one slice of the values of a stage, in the registers `sums`.
+
+    Their values are not read.
+    """
     v = stages.v.index(stage * CFG.dv_slices + SLICE).permute((1, 0))
-    return warpgroup_mma(p, v, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(p, v, sums, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def start_products(operand, stages, stage, CFG: gl.constexpr):
-    """Start the products of weights and the first slices of a stage, `CFG.products_ahead`."""
-    ahead: gl.constexpr = CFG.products_ahead
+    """Start the products of weights and the first two slices of a stage, or its only one."""
+    width: gl.constexpr = CFG.SLICE_DV
+    nothing = gl.zeros([ROWS, width], gl.float32, CFG.accumulator_layout(CFG.SLICE_DV))
     products = ()
-    for i in gl.static_range(ahead):
-        products = products + (start_product(operand, stages, stage, i, CFG),)  # noqa: RUF005
+    for i in gl.static_range(min(CFG.dv_slices, 2)):
+        products = products + (start_product(operand, stages, stage, nothing, i, CFG),)  # noqa: RUF005
     return products
 
 
 @gluon.jit
 def add_first_products(operand, stages, stage, acc, factor, products, CFG: gl.constexpr):
-    """acc * factor + products for all slices but the last; also return the last product."""
+    """acc * factor + products for all slices but the last.
+
+    Two products run at a time: each one after the second takes the registers of one that is done.
+    Also returns the last product, and a product whose registers are free if there are slices
+    before the last.
+    """
     slices: gl.constexpr = CFG.dv_slices
-    ahead: gl.constexpr = CFG.products_ahead
     total = ()
+    done = products[0]
     for i in gl.static_range(slices - 1):
-        # either all products were started, and later slices go on, or only this one was
-        done = warpgroup_mma_wait(slices - 1 - i if ahead > 1 else 0, deps=(products[i],))
-        total = total + (acc[i] * factor + done,)  # noqa: RUF005
-        if i + ahead < slices:
-            later = start_product(operand, stages, stage, i + ahead, CFG)
+        done = warpgroup_mma_wait(1, deps=(products[i],))
+        added = acc[i] * factor + done
+        if CFG.PRODUCTS_FIRST:
+            added = computed_here(added)
+        total = total + (added,)  # noqa: RUF005
+        if i + 2 < slices:
+            later = start_product(operand, stages, stage, done, i + 2, CFG)
             products = products + (later,)  # noqa: RUF005
-    return total, products[slices - 1]
+    return total, products[slices - 1], done
 
 
 @gluon.jit
-def add_last_product(total, acc, factor, product):
-    """Append the sum of the last slice to those of `add_first_products`."""
-    done = warpgroup_mma_wait(0, deps=(product,))
-    return total + (acc[len(acc) - 1] * factor + done,)  # noqa: RUF005
+def add_last_product(total, acc, factor, product, BEHIND: gl.constexpr, CFG: gl.constexpr):
+    """Append the sum of the last slice to `total`; BEHIND WGMMAs were started after its product."""
+    done = warpgroup_mma_wait(BEHIND, deps=(product,))
+    added = acc[len(acc) - 1] * factor + done
+    if CFG.PRODUCTS_FIRST:
+        added = computed_here(added)
+    return total + (added,)  # noqa: RUF005
 
 
 @gluon.jit
@@ -157,18 +174,26 @@ def add_products(p, stages, stage, acc, factor, CFG: gl.constexpr):
     """acc * factor + the product of weights and a stage of values."""
     operand = weight_operand(p, CFG)
     products = start_products(operand, stages, stage, CFG)
-    total, last = add_first_products(operand, stages, stage, acc, factor, products, CFG)
-    return add_last_product(total, acc, factor, last)
+    total, last, _ = add_first_products(operand, stages, stage, acc, factor, products, CFG)
+    return add_last_product(total, acc, factor, last, 0, CFG)
 
 
 @gluon.jit
-def weigh_scores(s, m_log2, row_sum, factor, CFG: gl.constexpr):
+def weigh_tile(s, queries, kv_tile, scale, state, CFG: gl.constexpr):
     """One softmax step; returns the state, the weights in e4m3 and the factor for older sums."""
+    visit, score = queries.visit, queries.score
+    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
+    m_log2, row_sum = state
+    s = cap_scaled(s, score, scale)
+    if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
+        s = mask_scores(s, queries, kv_tile, CFG)
+    exponents = exponent_factor(score, scale)
     top = row_maxima(s, m_log2)
-    m_log2, shift, rescale = raise_maximum(m_log2, top, factor, 0, HEADROOM)
-    weights = weights_of(s, factor, shift)
+    m_log2, shift, rescale = raise_maximum(m_log2, top, exponents, 0, HEADROOM)
+    weights = weights_of(s, exponents, shift)
     row_sum = add_parts(row_sum, rescale, weights)
-    return m_log2, row_sum, packed_weights(weights, CFG), rescale
+    factor = gl.convert_layout(rescale, o_rows)[:, None]
+    return SoftmaxState(m_log2, row_sum), packed_weights(weights, CFG), factor
 
 
 @gluon.jit
@@ -198,7 +223,7 @@ def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CF
     await_stage(stages, last_stage, last_phase, FULL_V, CFG)
     operand = weight_operand(p, CFG)
     products = start_products(operand, stages, last_stage, CFG)
-    s = warpgroup_mma_wait(CFG.products_ahead, deps=(scores,))
+    s = warpgroup_mma_wait(CFG.dv_slices, deps=(scores,))
     free_stage(stages, stage, EMPTY_K, CFG)
     s = cap_scaled(s, score, scale)
     if needs_mask(visit.lists, visit.plan, kv_tile, queries.masked_tiles):
@@ -207,11 +232,11 @@ def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CF
     m_new, shift, rescale = raise_maximum(m_log2, row_maxima(s, m_log2), exponents, 0, HEADROOM)
     # ptxas would sink the maxima below the wait, where they overlap with nothing
     pin_above(m_new, stages.barriers, CFG.spare_at)
-    total, last = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
+    total, last, _ = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
     weights = weights_of(s, exponents, shift)
     row_sum = add_parts(row_sum, rescale, weights)
     pin_above(row_sum, stages.barriers, CFG.spare_at)
-    acc = add_last_product(total, acc, factor, last)
+    acc = add_last_product(total, acc, factor, last, 0, CFG)
     free_stage(stages, last_stage, EMPTY_V, CFG)
     # before the wait this would overwrite registers that are operands, and ptxas would make every
     # WGMMA wait for the previous one
@@ -221,34 +246,64 @@ def attend_tile(queries, stages, kv_tile, step, scale, state, acc, p, factor, CF
 
 
 @gluon.jit
+def attend_tile_products_first(
+    queries, stages, kv_tile, step, scale, state, acc, p, factor, CFG: gl.constexpr
+):
+    """`attend_tile` with products before scores, for outputs that leave few registers.
+
+    Scores are started in the registers of a product that is done, and run while the product of the
+    last slice is added.
+    """
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
+    tile_n: gl.constexpr = CFG.TILE_N
+    last_stage, last_phase = ring_place(step, CFG.STAGES)
+    step += 1
+    stage, phase = ring_place(step, CFG.STAGES)
+    await_stage(stages, last_stage, last_phase, FULL_V, CFG)
+    operand = weight_operand(p, CFG)
+    products = start_products(operand, stages, last_stage, CFG)
+    total, last, done = add_first_products(operand, stages, last_stage, acc, factor, products, CFG)
+    await_stage(stages, stage, phase, FULL_K, CFG)
+    k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
+    if CFG.dv_slices > 1 and CFG.TILE_N == CFG.SLICE_DV:
+        scores = start_scores(queries.q, k, done)
+    else:
+        scores = start_scores(queries.q, k, gl.zeros([ROWS, tile_n], gl.float32, s_layout))
+    acc = add_last_product(total, acc, factor, last, CFG.d_slices, CFG)
+    free_stage(stages, last_stage, EMPTY_V, CFG)
+    s = warpgroup_mma_wait(0, deps=(scores,))
+    free_stage(stages, stage, EMPTY_K, CFG)
+    state, p, factor = weigh_tile(s, queries, kv_tile, scale, state, CFG)
+    return step, state, acc, p, factor
+
+
+@gluon.jit
 def attend_tiles(queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG: gl.constexpr):
     """Attend to all KV tiles of a work tile, at least one; return the next step, state and sums.
 
     Arrives at `q_empty` when the queries are no longer needed.
     """
-    visit, score = queries.visit, queries.score
+    visit = queries.visit
     of_queries, k_scales, k_scale_ptr = scales
     tile_n: gl.constexpr = CFG.TILE_N
     no_scores = gl.zeros([ROWS, tile_n], gl.float32, CFG.accumulator_layout(CFG.TILE_N))
-    o_rows: gl.constexpr = gl.SliceLayout(1, CFG.accumulator_layout(CFG.SLICE_DV))
     stage, phase = ring_place(step, CFG.STAGES)
     of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, 0, CFG)
     await_stage(stages, stage, phase, FULL_K, CFG)
     k = kv_slices(stages.k, stage, CFG.d_slices, CFG.TILE_N, 0)
     s = warpgroup_mma_wait(0, deps=(start_scores(queries.q, k, no_scores),))
     free_stage(stages, stage, EMPTY_K, CFG)
-    s = cap_scaled(s, score, of_tile)
-    if needs_mask(visit.lists, visit.plan, 0, queries.masked_tiles):
-        s = mask_scores(s, queries, 0, CFG)
-    exponents = exponent_factor(score, of_tile)
-    m_log2, row_sum, p, rescale = weigh_scores(s, state.m_log2, state.row_sum, exponents, CFG)
-    factor = gl.convert_layout(rescale, o_rows)[:, None]
-    state = SoftmaxState(m_log2, row_sum)
+    state, p, factor = weigh_tile(s, queries, 0, of_tile, state, CFG)
     for kv_tile in range(1, kv_tiles):
         of_tile = tile_scale(of_queries, k_scales, k_scale_ptr, visit, kv_tile, CFG)
-        step, state, acc, p, factor = attend_tile(
-            queries, stages, kv_tile, step, of_tile, state, acc, p, factor, CFG
-        )
+        if CFG.PRODUCTS_FIRST:
+            step, state, acc, p, factor = attend_tile_products_first(
+                queries, stages, kv_tile, step, of_tile, state, acc, p, factor, CFG
+            )
+        else:
+            step, state, acc, p, factor = attend_tile(
+                queries, stages, kv_tile, step, of_tile, state, acc, p, factor, CFG
+            )
     # all scores of this work tile are computed: the next queries may overwrite its own
     mbarrier.arrive(q_empty, count=1)
     stage, phase = ring_place(step, CFG.STAGES)

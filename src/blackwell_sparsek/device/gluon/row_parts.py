@@ -100,6 +100,16 @@ def pin_above(x, base, SPARE: gl.constexpr):
     gl.inline_asm_elementwise(asm, "=r,f,r,~{memory}", [x, base], gl.int32, False, 1)
 
 
+@gluon.jit
+def computed_here(x):
+    """`x` as it is, computed at this place of the program.
+
+    LLVM moves what only the next turn of a loop reads to the end of the loop. Sums that are due
+    when a product is complete would then keep the registers of all products until the last.
+    """
+    return gl.inline_asm_elementwise("", "=f,0", [x], gl.float32, False, 1)
+
+
 # Whether the maximum of any row of a warp changed; a thread holds two rows.
 RAISED = gl.constexpr(
     "{ .reg .pred p, q; setp.neu.f32 p, $2, $4; setp.neu.or.f32 p, $3, $5, p; "

@@ -163,7 +163,8 @@ def hopper_cases() -> Iterator[CompileCase]:
     yield hopper_case("dense", 64)
     # three consumers
     yield hopper_case("long", 64, length=4000, spills=1580)
-    yield hopper_case("dense", 256, spills=2592)
+    yield hopper_case("dense", 256, spills=1144)
+    yield hopper_case("mask", 256, mask=(128, 128), spills=1608)
 
 
 def portable_case(name: str, sm: int, dim: int, *, spills: int = 0, **options: Any) -> CompileCase:
