@@ -94,7 +94,7 @@ def device():
 
 @pytest.fixture
 def interpreted():
-    """Skip where kernels are compiled: for tests that need host memory under the kernel."""
+    """Skip where kernels are compiled: for tests of kernels on host memory or other constants."""
     if not triton_interpreted() or importlib.util.find_spec("triton") is None:
         pytest.skip("needs the Triton interpreter")
 

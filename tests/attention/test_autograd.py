@@ -43,6 +43,19 @@ def operator_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("mode", [nullcontext, Watching], ids=["function", "operator"])
+def test_lists_for_gradients_are_made_only_where_gradients_are_wanted(mode):
+    """Inference needs neither the time nor the memory, whether gradients are enabled or not."""
+    mask = bsk.BlockMask.from_dense(torch.eye(2, dtype=torch.bool), 16, (20, 20))
+    with mode():
+        with torch.no_grad():
+            attend(inputs(requires_grad=True), block_mask=mask)
+        attend(inputs(requires_grad=False), block_mask=mask)
+        assert mask._transposed is None
+        attend(inputs(requires_grad=True), block_mask=mask)
+    assert mask._transposed is not None
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_both_ways_give_the_same_gradients(operator_calls, sinks, masked):

@@ -154,3 +154,25 @@ def test_launches_are_for_all_masks_of_a_size_and_belong_to_a_stream(gpu):
     assert gpu.calls == 2 and gpu.repeated[-1][-1] == fuller.forward.indptr.data_ptr()
     call(mask=BlockMask.from_dense(torch.zeros(2, 2, dtype=torch.bool), 16))
     assert gpu.calls == 3
+
+
+@pytest.mark.parametrize("given", ["out", "packed", "alibi_slopes", "bias"])
+def test_forward_calls_that_launches_alone_cannot_repeat(given):
+    """One of these is enough: recordings know neither offsets, added scores nor another output."""
+
+    def found(out=None, **options):
+        spec = AttnSpec(0.25, EVERYTHING, max_q=32, max_k=32, **options)
+        return attention_repeat.CheckedCall.forward(AttentionCall(*qkv, spec, out=out), "triton")
+
+    qkv = [torch.zeros(1, 2, 32, 16) for _ in range(3)]
+    assert found() is not None
+    with recording():
+        assert found() is None
+    offsets = torch.tensor([0, 32], dtype=torch.int32)
+    changes = {
+        "out": {"out": torch.zeros(1, 2, 32, 16)},
+        "packed": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+        "alibi_slopes": {"alibi_slopes": torch.ones(2)},
+        "bias": {"bias": torch.zeros(1, 2, 32, 32)},
+    }
+    assert found(**changes[given]) is None

@@ -183,6 +183,15 @@ def test_wrong_scales(shape):
         bsk.attention_decode(**call, v_scale=torch.ones(shape))
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_on_another_device(name):
+    call = inputs()
+    call |= {cache: call[cache].to(FP8) for cache in ("k_cache", "v_cache")}
+    text = f"^attention_decode: arguments are on different devices; .*cpu, {name} on meta"
+    with pytest.raises(InvalidInput, match=text):
+        bsk.attention_decode(**call, **{name: torch.ones(2, device="meta")})
+
+
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k_scale", "v_scale"])
 def test_gradients_are_refused_and_not_dropped(name):
     call = inputs()

@@ -136,6 +136,19 @@ def test_softcap_and_sinks(softcap, sinks, programs, device):
     check(case, device, config(programs))
 
 
+@pytest.mark.parametrize("dims", [(48, 24), (24, 48), (32, 32)])
+def test_fp8_rows_that_are_too_short_for_words_are_read_as_bytes(dims, device):
+    """Also if only those of the keys, or only those of the values, are long enough."""
+    case = DecodeCase(12, HALF, heads=(4, 2), lengths=(37, 9), head_dims=dims, fp8="head")
+    check(case, device, dataclasses.replace(config(3), words=True))
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_caches_that_are_not_fp8_are_never_read_as_words(dtype, device):
+    case = DecodeCase(13, dtype, lengths=(37,), head_dims=(48, 64))
+    check(case, device, dataclasses.replace(config(3), words=True))
+
+
 def test_empty_sequences(device):
     call = DecodeCase(9, HALF, lengths=(0, 20, 0), capacity=32).build(device)
     out, lse = attend(call)

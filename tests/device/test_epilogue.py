@@ -3,10 +3,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from blackwell_sparsek.core.activations import ACTIVATIONS  # noqa: E402
 from blackwell_sparsek.core.activations import activate as torch_activate  # noqa: E402
-from blackwell_sparsek.device.epilogue import activate, finish  # noqa: E402
+from blackwell_sparsek.device.epilogue import activate, finish, slope  # noqa: E402
 from blackwell_sparsek.device.tiles import offsets_2d  # noqa: E402
 from blackwell_sparsek.testing.tolerance import assert_within_budget  # noqa: E402
 
@@ -15,6 +16,12 @@ from blackwell_sparsek.testing.tolerance import assert_within_budget  # noqa: E4
 def _activate_kernel(out_ptr, x_ptr, ACTIVATION: tl.constexpr, SIZE: tl.constexpr):
     offs = tl.arange(0, SIZE)
     tl.store(out_ptr + offs, activate(tl.load(x_ptr + offs), ACTIVATION))
+
+
+@triton.jit
+def _slope_kernel(out_ptr, x_ptr, ACTIVATION: tl.constexpr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    tl.store(out_ptr + offs, slope(tl.load(x_ptr + offs), ACTIVATION))
 
 
 @triton.jit
@@ -47,6 +54,14 @@ def test_activations_are_those_of_torch(device, activation):
     out = torch.full_like(x, float("nan"))
     _activate_kernel[(1,)](out, x, activation, 1024)
     assert_within_budget(out, torch_activate(x.double(), activation), torch_activate(x, activation))
+
+
+@pytest.mark.parametrize("kernel", [_activate_kernel, _slope_kernel])
+def test_an_activation_that_is_not_known_does_not_run(interpreted, kernel):
+    """It must not pass for the identity."""
+    out = torch.ones(2)
+    with pytest.raises(InterpreterError, match="unknown activation"):
+        kernel[(1,)](out, out.clone(), "tanh", 2)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

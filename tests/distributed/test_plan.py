@@ -351,6 +351,47 @@ def test_plans_are_made_on_the_cpu_whatever_the_default_device_is():
         assert list(_planned()) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("length", "ranks"), [(100, 2), (300, 3), (1000, 5)])
+def test_bytes_of_a_ring(length, ranks, dtype):
+    """Shards are passed from rank to rank, the last of which is shorter."""
+    plan, shapes = Plan.contiguous(length, ranks, tile=32), Shapes(2, 6, 3, 40, 24, dtype)
+    assert len(set(plan.lengths)) > 1
+    token = 2 * 3 * (40 + 24) * dtype.itemsize
+    sent, holds = [0] * ranks, list(range(ranks))
+    for _ in range(ranks - 1):
+        for rank, shard in enumerate(holds):
+            sent[rank] += token * plan.lengths[shard]
+        holds = [holds[rank - 1] for rank in range(ranks)]
+    # in the backward, sums in fp32 travel along once more, and on to the rank that they belong to
+    sums = token // dtype.itemsize * 4 * sum(plan.lengths)
+    said = traffic(plan, "ring", shapes)
+    assert said.forward == tuple(sent)
+    assert said.backward == tuple(x + sums for x in sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("length", "ranks"), [(100, 2), (300, 3), (1000, 6)])
+def test_bytes_of_an_exchange_of_heads(length, ranks, dtype):
+    """Each rank has some tokens of all heads, and computes all tokens of a sixth, third or half."""
+    plan, shapes = Plan.contiguous(length, ranks, tile=32), Shapes(2, 12, 6, 40, 24, dtype)
+    assert len(set(plan.lengths)) > 1
+    # bytes of one token, in the heads that one rank computes
+    queries, keys, values, outputs = (
+        2 * heads // ranks * dim * dtype.itemsize
+        for heads, dim in ((12, 40), (6, 40), (6, 24), (12, 24))
+    )
+    forward, backward = [0] * ranks, [0] * ranks
+    for source, here in enumerate(plan.lengths):
+        for target, there in enumerate(plan.lengths):
+            if source != target:
+                forward[source] += here * (queries + keys + values) + there * outputs
+                # the gradients go the other way
+                backward[source] += here * outputs + there * (queries + keys + values)
+    said = traffic(plan, "ulysses", shapes)
+    assert (said.forward, said.backward) == (tuple(forward), tuple(backward))
+
+
 def test_traffic_refuses_an_unknown_method():
     with pytest.raises(bsk.InvalidInput, match="method is unknown; expected one of 'allgather'"):
         traffic(Plan.contiguous(64, 2), "auto", Shapes(1, 1, 1, 8, 8, torch.float32))

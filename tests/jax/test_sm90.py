@@ -19,6 +19,7 @@ from blackwell_sparsek.calls.attention import AttentionCall, AttnSpec  # noqa: E
 from blackwell_sparsek.core.env import environment_for_compiler  # noqa: E402
 from blackwell_sparsek.core.errors import Unsupported  # noqa: E402
 from blackwell_sparsek.jax import attention_sm90, attention_triton, driver_calls  # noqa: E402
+from blackwell_sparsek.launch.description import ArraySpec  # noqa: E402
 from blackwell_sparsek.launch.descriptors import Descriptor  # noqa: E402
 from blackwell_sparsek.masks.band import Band  # noqa: E402
 from blackwell_sparsek.testing.captured_launches import captured_launches  # noqa: E402
@@ -123,6 +124,37 @@ def test_a_launch_that_was_described_elsewhere():
     call = SimpleNamespace(attribute=lambda name: "0123")
     with pytest.raises(RuntimeError, match="no launch 0123 was described in this process"):
         driver_calls.execute(call)
+
+
+def test_the_first_launch_registers_what_programs_call(monkeypatch):
+    """Once for all launches: a program that JAX compiled names the launch by its digest alone."""
+    registered, called = [], []
+
+    class Described:
+        def __init__(self, launch, names, counters, sm):
+            self.digest = f"{launch} {names} {counters} {sm}"
+
+    def ffi_call(target, results):
+        return lambda *arrays, launch: called.append((target, launch, arrays)) or results
+
+    monkeypatch.setattr(driver_calls, "DescribedLaunch", Described)
+    monkeypatch.setattr(driver_calls, "_launches", {})
+    monkeypatch.setattr(driver_calls.ffi, "register", lambda *args: registered.append(args))
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    half, word = jnp.dtype("float16"), jnp.dtype("int32")
+    used = {
+        "q": ArraySpec.contiguous_of("q", "input", (3, 8), half),
+        "out": ArraySpec.contiguous_of("out", "output", (5, 7), half),
+        "counters": ArraySpec.contiguous_of("counters", "counters", (9,), word),
+    }
+    q = jnp.zeros((3, 8), half)
+    for launch in ("first", "second", "first"):
+        (out,) = driver_calls.launch_by_driver(launch, used, {"q": q}, ["out"], H200)
+        assert out.shape == (5, 7) and out.dtype == half
+    assert registered == [(driver_calls.TARGET, driver_calls.execute, "CUDA")]
+    digests = [f"{launch} ('q', 'out') 9 90" for launch in ("first", "second")]
+    assert list(driver_calls._launches) == digests
+    assert called == [(driver_calls.TARGET, x, (q,)) for x in (*digests, digests[0])]
 
 
 @pytest.mark.exhaustive

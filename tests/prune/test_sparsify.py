@@ -237,6 +237,21 @@ def test_progress_is_shown_for_long_work_only(capsys, monkeypatch):
     assert lines[0].startswith("sparsify_: 1/4 after 0 s up") and len(lines) == 4
 
 
+def test_progress_on_a_terminal_is_one_line_which_ends(capsys, monkeypatch):
+    from blackwell_sparsek.prune import sparsify as progress
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    # too short to be shown: not even the end of a line
+    sparsify_(Model(), (16, 16), 0.5)
+    assert capsys.readouterr().err == ""
+    for name in ("QUIET_SECONDS", "SECONDS_BETWEEN_UPDATES"):
+        monkeypatch.setattr(progress, name, 0.0)
+    sparsify_(Model(), (16, 16), 0.5)
+    shown = capsys.readouterr().err
+    assert shown.count("\r\x1b[Ksparsify_: ") == 4
+    assert shown.endswith("\n") and shown.count("\n") == 1
+
+
 def test_errors_change_nothing():
     model = Model()
     cases = [

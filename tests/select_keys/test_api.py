@@ -16,6 +16,8 @@ CASES = {
     "indexer": {"granularity": 1, "top_k": 7, "weights": True, "activation": "relu"},
     "max pool": {"granularity": 4, "top_k": 3, "pool": "max"},
     "mean pool": {"granularity": 16, "top_k": 2, "pool": "mean", "force_last": 1},
+    # so that the last entry, of which only some keys are seen, competes with the others
+    "mean pool, nothing forced": {"granularity": 4, "top_k": 3, "pool": "mean"},
     "forced": {"granularity": 4, "top_k": 4, "pool": "max", "force_first": 1, "force_last": 2},
     "all seen": {"granularity": 4, "top_k": 2, "pool": "max", "causal": False},
     "more than there are": {"granularity": 16, "top_k": 50, "pool": "mean"},

@@ -310,6 +310,20 @@ def test_a_pattern_that_was_written_to_is_refused(name, seen):
             use()
 
 
+def test_traced_patterns_are_not_followed(monkeypatch):
+    """Neither where they are made nor where they are used: a tracer has tensors of its own."""
+    plain = BSRMatrix.from_dense(torch.ones(6, 8), (2, 4))
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        traced = BSRMatrix.from_dense(torch.ones(6, 8), (2, 4))
+        for matrix in (plain, traced):
+            matrix.indices.add_(0)
+            matrix.pattern.check_unwritten()
+    traced.pattern.check_unwritten()
+    with pytest.raises(InvalidInput, match="were written in place"):
+        plain.pattern.check_unwritten()
+
+
 def test_optimizer_steps_on_the_values_are_no_writes_to_the_pattern():
     matrix = BSRMatrix.from_dense(torch.ones(6, 8), (2, 4))
     matrix @ torch.ones(8, 3)

@@ -173,6 +173,22 @@ def test_keys_without_weight_are_not_read(impl, device):
     assert (made["k"][..., 64:128, :] == 0).all() and (made["u"][..., 64:128] == 0).all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_values_that_are_not_finite_reach_only_the_queries_that_see_them(impl, value):
+    """A query before the key, computed together with later ones, must not multiply it by 0."""
+    tensors, options = problems.problem(lengths=(20, 40))
+    # every key has the weight 1, so that only their order hides keys
+    tensors["tau"][:] = -torch.inf
+    expected, _ = problems.ours(tensors, options, impl)
+    tensors["v"][..., 30, 5] = value
+    out, lse = problems.ours(tensors, options, impl)
+    assert torch.equal(out[:, :, :10], expected[:, :, :10]) and not lse.isnan().any()
+    others = torch.arange(16) != 5
+    assert torch.equal(out[..., others], expected[..., others])
+    assert not out[:, :, 10:, 5].isfinite().any()
+
+
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])
 def test_nan_of_a_score_or_threshold_shows(impl, device):
     tensors, options = problems.problem(lengths=(20, 40), device=device)

@@ -14,7 +14,7 @@ from blackwell_sparsek.attention.sm90.tuning import (
     attn_fwd_sm90_raster_group,
     attn_fwd_sm90_unsupported,
 )
-from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec, tma_takes
+from blackwell_sparsek.calls.attention import AttnProblem, AttnSpec, tma_takes, tma_takes_strides
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.masks.band import EVERYTHING, Band
 
@@ -361,6 +361,17 @@ def test_what_tma_takes(name, x, takes):
     good = torch.empty(x.shape, dtype=torch.float16)
     for tensors in ((x, good, good), (good, x, good), (good, good, x)):
         assert AttnProblem.of(*tensors, spec).tma is takes, name
+
+
+@pytest.mark.parametrize("step", [8, 16])
+@pytest.mark.parametrize("bad", [(4, 1), (64, 8), (0, 1), (2**30, 1)], ids=str)
+def test_what_tma_takes_by_strides_alone(bad, step):
+    """A stride that `step` does not divide, of 0, or that is too large, in any of the tensors."""
+    good = (64 * step, step, 1)
+    assert tma_takes_strides(good, (2**29, 3 * step, 1), (1,), step=step)
+    for strides in ((good, bad), (bad, good), (good, (*bad[:-1], good[0], bad[-1]))):
+        assert not tma_takes_strides(*strides, step=step)
+    assert tma_takes_strides((24, 8, 1)) and not tma_takes_strides((24, 8, 1), step=16)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ CASES = {
     "one query": {"lengths": (1, 40)},
     "more queries than keys": {"lengths": (33, 17)},
     "no keys": {"lengths": (5, 0)},
+    "all keys in one block": {"lengths": (7, 11)},
     "groups of three": {"batch": 2, "heads": (6, 2), "lists": 2, "lengths": (17, 50)},
     "a list per query head": {"heads": (4, 2), "lists": 4, "lengths": (17, 50)},
     "one list for all": {"heads": (2, 2), "lists": 1, "lengths": (17, 50), "gate": True},
