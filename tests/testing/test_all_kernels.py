@@ -22,13 +22,9 @@ def check(records):
     assert {record["name"].split("/")[0] for record in records} <= set(KERNELS)
 
 
-# A newcomer's run builds for the oldest GPUs, and single kernels for Hopper elsewhere.
-HOPPER = [pytest.param(90, i, 2, marks=pytest.mark.exhaustive) for i in range(2)]
-
-
-@pytest.mark.parametrize("arch, part, parts", [(80, 0, 1), *HOPPER])
-def test_a_kernel_of_each_kind_compiles(arch, part, parts):
-    records = compile_kernels([arch], part=(part, parts), one_of_each=True)
+def test_a_kernel_of_each_kind_compiles():
+    """For the oldest GPUs; a newcomer's run builds single kernels for Hopper elsewhere."""
+    records = compile_kernels([80], one_of_each=True)
     assert len(records) > 10
     check(records)
 

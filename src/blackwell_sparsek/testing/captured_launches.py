@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -49,14 +50,27 @@ def launches_taken_by(
     replaced = {arch.arch_of: lambda device: gpu, **(answers or {})}
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launcher, "launch_kernel", take))
-        for module in list(sys.modules.values()):
-            if not getattr(module, "__name__", "").startswith("blackwell_sparsek"):
-                continue
-            # modules import these functions by name, so each of them needs the patch
-            for name, value in list(vars(module).items()):
-                if isinstance(value, _FUNCTIONS) and value in replaced:
-                    patches.enter_context(mock.patch.object(module, name, replaced[value]))
+        # modules import these functions by name, so each of them needs the patch
+        for module, name in _holders(tuple(replaced), len(sys.modules)):
+            value = getattr(module, name)
+            if value in replaced:  # and not patched already
+                patches.enter_context(mock.patch.object(module, name, replaced[value]))
         yield
+
+
+@cache
+def _holders(functions: tuple[Any, ...], modules: int) -> list[tuple[Any, str]]:
+    """Where modules of this package hold these functions; `modules` says how many are imported.
+
+    Looking for them takes longer than most launchers do.
+    """
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        if getattr(module, "__name__", "").startswith("blackwell_sparsek")
+        for name, value in list(vars(module).items())
+        if isinstance(value, _FUNCTIONS) and value in functions
+    ]
 
 
 @contextmanager

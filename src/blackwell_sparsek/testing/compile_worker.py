@@ -6,32 +6,24 @@ Runs without TRITON_INTERPRET, even if it is set in the parent.
 import argparse
 import importlib
 import json
-import pathlib
 import pkgutil
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
-import triton
-import triton.backends.nvidia
-from triton.backends.nvidia import compiler
 
-from ..core.compat import installed_versions, ptxas_options, spills_are_judged
+from ..core.compat import installed_versions, spills_are_judged
 from ..launch.assembler import assembler_options
 from ..launch.parameters import UnknownParameters, parameters_of
 from ..launch.signature import Signature, pointer_type
 from .compile_cases import CompileCase, registered_cases
-from .machine_code import code_digest, misplaced_barriers, unwritten_registers
+from .machine_code import misplaced_barriers
+from .machine_facts import assembler_log, facts_of
 
 # The most shared memory of one program, in bytes.
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-_TOOLS = pathlib.Path(triton.backends.nvidia.__file__).parent / "bin"
 
 
 class Specialised(Signature):
@@ -60,85 +52,23 @@ def build(case: CompileCase, sm: int, counts: tuple[str, ...]) -> dict[str, Any]
     started = time.perf_counter()
     special = Specialised(case)
     launched_with = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
-    compiled = special.compiled(sm, launched_with)
+    with assembler_log() as log:
+        compiled = special.compiled(sm, launched_with)
     extra = case.options.get("ptx_options", "").split()
     # marked kernels are assembled by the one for Blackwell
     brought_for = 100 if assembler_options(case.kernel, sm) else sm
-    record = _ptxas(compiled.asm["ptx"], brought_for, [*ptxas_options(), *extra])
+    wanted = dict.fromkeys((*case.expect, *case.forbid, *counts))
+    record = facts_of(compiled, brought_for, extra, [*wanted], log.getvalue())
+    unwritten = record.pop("unwritten")
     # kernels with asynchronous copies get shared memory at launch, which ptxas does not see
     record["shared"] = max(record["shared"], compiled.metadata.shared)
-    wanted = dict.fromkeys((*case.expect, *case.forbid, *counts))
     record["num_warps"] = case.num_warps
     record["triton"] = installed_versions()["triton"]
-    record["digest"] = code_digest(compiled.asm["cubin"])
-    code = _Code(compiled)
-    record["counts"] = {what: code.count(what) for what in wanted}
-    record["problems"] = _problems(case, sm, record) + _unknown_parameters(compiled)
-    if sm == 90:
-        record["problems"] += unwritten_registers(code.sass)
+    record["problems"] = _problems(case, sm, record) + _unknown_parameters(compiled) + unwritten
     if (places := getattr(case.args.get("CFG"), "placed_barriers", None)) is not None:
         record["problems"] += misplaced_barriers(compiled.asm["ptx"], places())
     record["seconds"] = time.perf_counter() - started
     return record
-
-
-def _ptxas(ptx: str, brought_for: int, options: list[str]) -> dict[str, Any]:
-    # the PTX names its target: sm_90a where it uses wgmma
-    target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
-    if target is None:
-        raise ValueError("the PTX names no target")
-    with tempfile.TemporaryDirectory() as scratch:
-        path = pathlib.Path(scratch) / "kernel.ptx"
-        path.write_text(ptx)
-        # Triton brings two, and which of them an architecture needs differs by release
-        command = [
-            compiler.get_ptxas(brought_for).path,
-            *options,
-            "-v",
-            f"--gpu-name={target[1]}",
-            str(path),
-        ]
-        done = subprocess.run(
-            [*command, "-o", str(path.with_suffix(".cubin"))], capture_output=True, text=True
-        )
-    if done.returncode != 0:
-        raise RuntimeError(f"ptxas: {done.stderr.strip()}")
-
-    def number(pattern: str) -> int:
-        found = [int(n) for n in re.findall(pattern, done.stderr)]
-        return max(found, default=0)
-
-    return {
-        "target": target[1],
-        "registers": number(r"Used (\d+) registers"),
-        "spill_stores": number(r"(\d+) bytes spill stores"),
-        "spill_loads": number(r"(\d+) bytes spill loads"),
-        "shared": number(r"(\d+) bytes smem"),
-    }
-
-
-class _Code:
-    """The code of one case for one architecture."""
-
-    def __init__(self, compiled: Any):
-        self._compiled = compiled
-
-    @cached_property
-    def sass(self) -> str:
-        """Machine code."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self._compiled.asm["cubin"])
-            file.flush()
-            command = [str(_TOOLS / "nvdisasm"), "-c", file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    def count(self, what: str) -> int:
-        """How often an instruction occurs, in the PTX or, as `sass:NAME`, in the machine code."""
-        if what.startswith("sass:"):
-            name = re.escape(what.removeprefix("sass:"))
-            return len(re.findall(rf"\b{name}\b", self.sass))
-        lines = [x.strip() for x in self._compiled.asm["ptx"].splitlines()]
-        return sum(what in x for x in lines if not x.startswith(("//", ".")))
 
 
 def _unknown_parameters(compiled: Any) -> list[str]:
