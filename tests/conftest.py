@@ -33,7 +33,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 from blackwell_sparsek.core.env import environment_for_compiler, triton_interpreted  # noqa: E402
 from blackwell_sparsek.testing.interpreter import interpreter_checks  # noqa: E402
-from blackwell_sparsek.testing.interpreter_speed import quick_device_calls  # noqa: E402
+from blackwell_sparsek.testing.interpreter_speed import quick_interpreter  # noqa: E402
 
 # Workers of pytest-xdist share the cores: if each took all of them, they would wait for each other.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -156,7 +156,7 @@ def _interpreter_checks():
     if importlib.util.find_spec("triton") is None:
         yield
         return
-    with interpreter_checks(), quick_device_calls():
+    with interpreter_checks(), quick_interpreter():
         yield
 
 

@@ -79,6 +79,68 @@ def test_int32_overflow_is_an_error():
     assert out.item() == 2**31
 
 
+@triton.jit
+def _compute_kernel(out_ptr, x_ptr, y_ptr, OPERATION: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x, y = tl.load(x_ptr + offs), tl.load(y_ptr + offs)
+    if OPERATION == "add":
+        out = x + y
+    elif OPERATION == "sub":
+        out = x - y
+    else:
+        out = x * y
+    tl.store(out_ptr + offs, out)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "x", "y", "over"),
+    [
+        ("add", torch.int32, 2**31 - 9, 8, 9),
+        ("add", torch.int32, -(2**31) + 9, -9, -10),
+        ("sub", torch.int32, -(2**31) + 9, 9, 10),
+        ("sub", torch.uint32, 9, 9, 10),
+        ("mul", torch.int32, 2**16, -(2**15), 2**15),
+        ("mul", torch.uint32, 2**16, 2**16 - 1, 2**16),
+        ("add", torch.int16, 2**15 - 9, 8, 9),
+        ("add", torch.uint8, 200, 55, 56),
+    ],
+)
+def test_overflow_of_one_element_of_a_tile_is_an_error(operation, dtype, x, y, over):
+    first = torch.full((4,), 1, dtype=dtype)
+    second, out = first.clone(), torch.zeros_like(first)
+    # through numpy, because torch cannot index all of these dtypes
+    first.numpy()[2], second.numpy()[2] = x, y
+    _compute_kernel[(1,)](out, first, second, operation, 4)
+    exact = {"add": x + y, "sub": x - y, "mul": x * y}[operation]
+    assert out.numpy()[2] == exact
+    second.numpy()[2] = over
+    bits = 8 * dtype.itemsize
+    with pytest.raises(Exception, match=f"int{bits} overflow detected for operation {operation}"):
+        _compute_kernel[(1,)](out, first, second, operation, 4)
+
+
+@pytest.mark.parametrize("operation", ["add", "mul"])
+def test_sums_and_products_of_64_bits_are_not_checked(operation):
+    x = torch.full((4,), 2**62)
+    _compute_kernel[(1,)](x, x, x, operation, 4)
+    assert x.tolist() == [{"add": -(2**63), "mul": 0}[operation]] * 4
+
+
+@triton.jit
+def _shapes_kernel(out_ptr, N: tl.constexpr, M: tl.constexpr):
+    x = tl.zeros([N, M], tl.float32)
+    tl.static_assert(x.shape[0] == N and x.shape[1] == M and x.numel == N * M)
+    tl.static_assert(x.to(tl.int8).dtype == tl.int8)
+    tl.store(out_ptr, tl.sum(tl.sum(x + 1, 1), 0))
+
+
+def test_tiles_of_many_shapes():
+    out = torch.zeros(1)
+    for n, m in ((2, 4), (4, 2), (8, 1), (2, 4)):
+        _shapes_kernel[(1,)](out, n, m)
+        assert out.item() == n * m
+
+
 def test_device_assert_is_an_error():
     _assert_kernel[(1,)](torch.ones(1))
     with pytest.raises(Exception, match="x must be positive"):

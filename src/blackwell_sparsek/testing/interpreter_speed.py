@@ -1,16 +1,49 @@
-"""Faster calls of device functions in Triton's interpreter.
+"""A faster interpreter of Triton's, for tests.
 
-The interpreter redirects `triton.language` to numpy when a kernel starts, and once more on every
-call of a device function inside it. Kernels made of many small functions spend half of their
-time on that. `quick_device_calls` redirects each module of device functions once per launch.
+Interpreted kernels compute on small tiles, so that nearly all of their time is spent around numpy:
+in redirecting `triton.language` to it, in types, and in checks for overflow that are made of eight
+further operations. `quick_interpreter` does the same with less; results and errors stay the same.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from ..core.env import triton_interpreted
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Inside, interpreted kernels take a fraction of their time."""
+    if not triton_interpreted():
+        yield
+        return
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    redirect = _Redirection(interpreter._patch_lang, interpreter.GridExecutor.__call__)
+    replaced = (
+        (interpreter, "_patch_lang", redirect.once),
+        (
+            interpreter.GridExecutor,
+            "__call__",
+            lambda *args, **kwargs: redirect.launch(*args, **kwargs),
+        ),
+        (interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype)),
+        (tl.tensor, "__init__", _new_tensor),
+        (tl.block_type, "__init__", _new_block_type(tl.block_type.__init__)),
+        (TritonSemantic, "binary_op_sanitize_overflow_impl", _check_overflow),
+    )
+    with ExitStack() as patches:
+        for owner, name, quick in replaced:
+            patches.enter_context(mock.patch.object(owner, name, quick))
+        yield
 
 
 class _NothingToRestore:
@@ -18,30 +51,88 @@ class _NothingToRestore:
         """Do nothing: the first redirection of the launch is the one that is undone."""
 
 
-@contextmanager
-def quick_device_calls() -> Iterator[None]:
-    """Inside, calls of device functions from interpreted kernels cost half as much."""
-    if not triton_interpreted():
-        yield
-        return
-    from triton.runtime import interpreter
+class _Redirection:
+    """Redirects `triton.language` to numpy in each module of device functions once per launch.
 
-    redirect, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    redirected: set[int] = set()
+    The interpreter does so when a kernel starts, and once more on every call of a device function
+    inside it. Kernels made of many small functions spend half of their time on that.
+    """
 
-    def redirect_once(fn: Any) -> Any:
+    def __init__(self, redirect: Callable[..., Any], launch: Callable[..., Any]):
+        self._redirect = redirect
+        self._launch = launch
+        self._redirected: set[int] = set()
+
+    def once(self, fn: Any) -> Any:
+        """Replaces `_patch_lang`."""
         module = id(fn.__globals__)
-        if module in redirected:
+        if module in self._redirected:
             return _NothingToRestore()
-        redirected.add(module)
-        return redirect(fn)
+        self._redirected.add(module)
+        return self._redirect(fn)
 
-    def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> Any:
-        redirected.clear()
-        return launch(self, *args, **kwargs)
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the call of a grid."""
+        self._redirected.clear()
+        return self._launch(*args, **kwargs)
 
-    with (
-        mock.patch.object(interpreter, "_patch_lang", redirect_once),
-        mock.patch.object(interpreter.GridExecutor, "__call__", launch_afresh),
-    ):
-        yield
+
+def _numpy_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`find`, which builds a table of all dtypes in every call, with its answers kept by name."""
+    known: dict[str, Any] = {}
+
+    def numpy_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        found = known.get(name)
+        if found is None:
+            found = known[name] = find(dtype)
+        return found
+
+    return numpy_dtype
+
+
+def _new_tensor(self: Any, handle: Any, type: Any) -> None:
+    """`tl.tensor.__init__`, which makes constants of the same few shapes over and over."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _constant_shape(tuple(type.shape) if type.is_block() else ())
+
+
+@cache
+def _constant_shape(shape: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """How many elements such a tensor has, and its shape."""
+    import triton.language as tl
+
+    return tl.constexpr(math.prod(shape)), tuple([tl.constexpr(size) for size in shape])
+
+
+def _new_block_type(make: Callable[..., None]) -> Callable[..., None]:
+    """`tl.block_type.__init__`, with sizes checked and names written once for each type."""
+    known: dict[Any, tuple[Any, ...]] = {}
+
+    def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (*[getattr(size, "value", size) for size in shape], element_ty.name)
+        found = known.get(key)
+        if found is None:
+            make(self, element_ty, shape)
+            known[key] = (self.shape, self.numel, self.name)
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = found
+
+    return new_block_type
+
+
+_UFUNCS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def _check_overflow(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
+    """`TritonSemantic.binary_op_sanitize_overflow_impl`, by two operations of numpy."""
+    kind, options = lhs.type.scalar, self.builder.options
+    if kind.int_bitwidth >= 64 or not (options.sanitize_overflow and options.debug):
+        return
+    name = operation.__name__
+    exact = _UFUNCS[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+    least, most = kind.get_int_min_value(), kind.get_int_max_value()
+    assert least <= exact.min() and exact.max() <= most, (
+        f"int{kind.int_bitwidth} overflow detected for operation {name}"
+    )
