@@ -20,14 +20,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.env import triton_interpreted
 from . import fuzz_attention, fuzz_products, fuzz_serving, fuzz_sparse
 from .fuzz_draw import Draw
+from .interpreter import interpreter_checks
+from .interpreter_speed import quick_interpreter
 
 KINDS: dict[str, Callable[[Draw], None]] = {
     **fuzz_attention.KINDS,
@@ -53,13 +53,9 @@ def run_one(kind: str, seed: int, device: torch.device) -> Outcome:
     """Draw a call, make it, compare it."""
     draw = Draw(kind, seed, device)
     problem = ""
-    checks: Any = nullcontext()
-    if triton_interpreted():
-        from .interpreter import interpreter_checks
-
-        checks = interpreter_checks()
     try:
-        with checks:
+        # both do nothing where kernels are compiled
+        with interpreter_checks(), quick_interpreter():
             KINDS[kind](draw)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
