@@ -84,13 +84,11 @@ from .forward_producer import (
     Visit,
     count_tiles,
     dense_tile,
-    find_work,
     needs_mask,
-    produce_scheduled,
-    produce_tiles,
     take_work_tile,
     tile_tokens,
 )
+from .forward_roles import start_roles
 from .forward_scores import (
     Alibi,
     Queries,
@@ -627,8 +625,6 @@ def _attn_fwd_sm90_kernel(
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
     tile_n: gl.constexpr = CFG.TILE_N
-    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
-    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages * CFG.d_slices, tile_n)
@@ -641,6 +637,7 @@ def _attn_fwd_sm90_kernel(
     # if a scheduler warp publishes work tiles, the producer takes them too
     takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
     work = work_channel(fields, takers)
+    begun = None
     if CFG.SCHEDULER_WARP:
         begun = barriers(1, 1).index(0)
     u_tiles = None
@@ -668,56 +665,4 @@ def _attn_fwd_sm90_kernel(
         cu_seqlens,
     )
 
-    # The first role runs in the warps of the launch. The others get additional warps: four for a
-    # consumer, one each for producer and scheduler.
-    if CFG.SCHEDULER_WARP and consumers == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (produce_scheduled, (produce, shared, begun, CFG)),
-                (find_work, (produce, shared, begun, CFG)),
-            ],
-            [1, 1],
-            [producer_registers, producer_registers],
-        )
-    elif CFG.SCHEDULER_WARP:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (produce_scheduled, (produce, shared, begun, CFG)),
-                (find_work, (produce, shared, begun, CFG)),
-            ],
-            [4, 1, 1],
-            [registers, producer_registers, producer_registers],
-        )
-    elif consumers == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [1],
-            [producer_registers],
-        )
-    elif consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [4, 1],
-            [registers, producer_registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (_consume, (consume, shared, 2, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [4, 4, 1],
-            [registers, registers, producer_registers],
-        )
+    start_roles(_consume, consume, produce, shared, begun, CFG)

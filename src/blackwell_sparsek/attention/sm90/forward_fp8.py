@@ -72,12 +72,10 @@ from .forward_producer import (
     Schedule,
     Visit,
     count_tiles,
-    find_work,
     needs_mask,
-    produce_scheduled,
-    produce_tiles,
     take_work_tile,
 )
+from .forward_roles import start_roles
 from .forward_scores import Queries, TileBounds, mask_scores
 from .forward_stages import (
     EMPTY_K,
@@ -465,8 +463,6 @@ def _attn_fwd_fp8_sm90_kernel(
     """
     consumers: gl.constexpr = CFG.CONSUMERS
     stages: gl.constexpr = CFG.STAGES
-    registers: gl.constexpr = CFG.CONSUMER_REGISTERS
-    producer_registers: gl.constexpr = CFG.PRODUCER_REGISTERS
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages * CFG.d_slices, CFG.TILE_N)
@@ -477,6 +473,7 @@ def _attn_fwd_fp8_sm90_kernel(
     # if a scheduler warp publishes work tiles, the producer takes them too
     takers: gl.constexpr = consumers + 1 if CFG.SCHEDULER_WARP else consumers
     work = work_channel(DENSE_FIELDS, takers)
+    begun = None
     if CFG.SCHEDULER_WARP:
         begun = barriers(1, 1).index(0)
     fence_async_shared()
@@ -502,47 +499,4 @@ def _attn_fwd_fp8_sm90_kernel(
         CuSeqlens(None, None),
     )
 
-    # The first role runs in the warps of the launch. The others get additional warps: four for a
-    # second consumer, one each for producer and scheduler.
-    if CFG.SCHEDULER_WARP and consumers == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (produce_scheduled, (produce, shared, begun, CFG)),
-                (find_work, (produce, shared, begun, CFG)),
-            ],
-            [1, 1],
-            [producer_registers, producer_registers],
-        )
-    elif CFG.SCHEDULER_WARP:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (produce_scheduled, (produce, shared, begun, CFG)),
-                (find_work, (produce, shared, begun, CFG)),
-            ],
-            [4, 1, 1],
-            [registers, producer_registers, producer_registers],
-        )
-    elif consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [4, 1],
-            [registers, producer_registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (consume, shared, 0, CFG)),
-                (_consume, (consume, shared, 1, CFG)),
-                (_consume, (consume, shared, 2, CFG)),
-                (produce_tiles, (produce, shared, CFG)),
-            ],
-            [4, 4, 1],
-            [registers, registers, producer_registers],
-        )
+    start_roles(_consume, consume, produce, shared, begun, CFG)
