@@ -91,15 +91,6 @@ def test_tools_are_asked_again_when_the_checks_have_changed(asked, monkeypatch):
     assert asked
 
 
-def test_what_was_kept_and_is_damaged_is_replaced(asked, tmp_path):
-    first = examine()
-    (kept,) = (tmp_path / "machine_facts").iterdir()
-    kept.write_text(kept.read_text()[:20])
-    assert examine() == first
-    asked.clear()
-    assert examine() == first and not asked
-
-
 def test_ptxas_is_not_asked_again_for_what_it_said_to_triton(asked):
     log = LOG.replace("168", "90")
     assert examine(log=log)["registers"] == 90 and "ptxas" not in asked

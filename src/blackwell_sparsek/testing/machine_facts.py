@@ -1,7 +1,7 @@
 """What ptxas and nvdisasm tell about a compiled kernel.
 
-Asking them takes as long as the half of a build, so the answers are kept beside Triton's own cache:
-while neither the kernel nor these checks change, building all compile cases again takes seconds.
+Asking them takes half as long as compiling, so answers are kept: while neither the kernel nor these
+checks change, building all compile cases again takes seconds.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import io
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -24,6 +23,7 @@ from triton.backends.nvidia import compiler
 
 from ..core.compat import ptxas_options
 from . import machine_code
+from .kept import kept
 from .machine_code import code_digest, unwritten_registers
 
 _TOOLS = pathlib.Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -52,24 +52,21 @@ def facts_of(
     log : what `assembler_log` caught; ptxas is asked again where it caught nothing
     """
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+
+    def find() -> dict[str, Any]:
+        code = _Code(ptx, cubin)
+        facts = _numbers(log if "registers" in log else _assembled(ptx, brought_for, options))
+        facts["target"] = _target(ptx)
+        facts["digest"] = code_digest(cubin)
+        facts["counts"] = {what: code.count(what) for what in wanted}
+        hopper = facts["target"].startswith("sm_90")
+        facts["unwritten"] = unwritten_registers(code.sass) if hopper else []
+        return facts
+
     checks = inspect.getsource(machine_code), pathlib.Path(__file__).read_text()
-    asked = json.dumps([ptx, brought_for, *options, list(wanted), *checks])
-    name = hashlib.sha256(asked.encode() + cubin).hexdigest()
-    place = pathlib.Path(knobs.cache.dir) / "machine_facts" / f"{name}.json"
-    with contextlib.suppress(OSError, ValueError):
-        kept: dict[str, Any] = json.loads(place.read_text())
-        return kept
-    code = _Code(ptx, cubin)
-    facts = _numbers(log if "registers" in log else _assembled(ptx, brought_for, options))
-    facts["target"] = _target(ptx)
-    facts["digest"] = code_digest(cubin)
-    facts["counts"] = {what: code.count(what) for what in wanted}
-    hopper = facts["target"].startswith("sm_90")
-    facts["unwritten"] = unwritten_registers(code.sass) if hopper else []
-    place.parent.mkdir(parents=True, exist_ok=True)
-    fresh = place.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps(facts))
-    fresh.replace(place)
+    machine = hashlib.sha256(cubin).hexdigest()
+    asked = json.dumps([ptx, machine, brought_for, *options, list(wanted), *checks])
+    facts: dict[str, Any] = kept("machine_facts", asked, find)
     return facts
 
 

@@ -24,9 +24,11 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from ..core.compat import installed_versions
 from .compile_cases import CompileCase
 from .compile_only import CASES
 from .compile_worker import Specialised, load_cases
+from .kept import kept
 
 
 def run_time_arguments(case: CompileCase) -> dict[str, Any]:
@@ -147,12 +149,24 @@ def check(contains: str, quick: bool, part: tuple[int, int]) -> Iterator[dict[st
     for case in list(kinds.values())[part[0] :: part[1]]:
         sm = 90 if 90 in case.archs else case.archs[0]
         for label, variant in variants(case, every_field=not quick):
-            record: dict[str, Any] = {"name": case.name, "variant": label, "problems": []}
-            try:
-                build_ir(variant, sm)
-            except Exception as error:  # a kernel that does not build is a result, not a crash
-                record["problems"] = [_reason(error)]
-            yield record
+            yield {"name": case.name, "variant": label, "problems": _problems(variant, sm)}
+
+
+def _problems(case: CompileCase, sm: int) -> list[str]:
+    """Why Triton's front end refuses a case; nothing if it does not."""
+    try:
+        kept("front_end", _asked(case, sm), lambda: build_ir(case, sm) is not None)
+    except Exception as error:  # a kernel that does not build is a result, not a crash
+        return [_reason(error)]
+    return []
+
+
+def _asked(case: CompileCase, sm: int) -> str:
+    """All that the front end's answer depends on."""
+    special = Specialised(case)
+    types = (special.signature, special.constants, special.attrs)
+    options = (case.num_warps, case.num_stages, case.options, sm, installed_versions()["triton"])
+    return f"{case.kernel.cache_key} {types} {options}"
 
 
 def main() -> int:

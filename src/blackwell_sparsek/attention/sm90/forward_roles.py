@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The warps of a Hopper forward and their roles: consumers, producer, scheduler."""
 
 from triton.experimental import gluon
