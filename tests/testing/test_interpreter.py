@@ -131,12 +131,14 @@ def _shapes_kernel(out_ptr, N: tl.constexpr, M: tl.constexpr):
     x = tl.zeros([N, M], tl.float32)
     tl.static_assert(x.shape[0] == N and x.shape[1] == M and x.numel == N * M)
     tl.static_assert(x.to(tl.int8).dtype == tl.int8)
-    tl.store(out_ptr, tl.sum(tl.sum(x + 1, 1), 0))
+    x = tl.reshape(x, x.shape[:-1] + [M // 2, 2])
+    tl.static_assert(len(x.shape) == 3 and x.type.shape[1] == M // 2)
+    tl.store(out_ptr, tl.sum(tl.sum(tl.sum(x + 1, 2), 1), 0))
 
 
 def test_tiles_of_many_shapes():
     out = torch.zeros(1)
-    for n, m in ((2, 4), (4, 2), (8, 1), (2, 4)):
+    for n, m in ((2, 4), (4, 2), (8, 8), (2, 4)):
         _shapes_kernel[(1,)](out, n, m)
         assert out.item() == n * m
 

@@ -98,11 +98,11 @@ def _new_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 @cache
-def _constant_shape(shape: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """How many elements such a tensor has, and its shape."""
+def _constant_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """How many elements such a tensor has, and its shape, which is a tuple of Triton's."""
     import triton.language as tl
 
-    return tl.constexpr(math.prod(shape)), tuple([tl.constexpr(size) for size in shape])
+    return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
 
 
 def _new_block_type(make: Callable[..., None]) -> Callable[..., None]:
