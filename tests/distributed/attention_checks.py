@@ -593,8 +593,10 @@ def inference_mode_and_autocast(rank, world, folder):
 
 @check
 def a_rank_that_does_not_call_ends_the_others(rank, world, folder):
-    # long enough to connect on a busy machine
-    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    # long enough to connect on a busy machine; what comes then waits for seconds only
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    dist.barrier(group)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4), group)
     plan = zigzag(100, world)
     local = [plan.shard(x, 2, rank=rank) for x in inputs(length=100)]
     if rank != 1:

@@ -22,7 +22,7 @@ from .test_releases import FOLDER, OTHERS, release
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Part of every `make test`; the others take minutes.
-QUICK = ("forward_mask_128x16", "product_128x128", "product_fp8_64x32", "chosen_keys")
+QUICK = ("forward_mask_128x16", "product_128x128")
 # For releases of Triton that are not installed.
 ONE_OF_EACH = (
     *("forward_causal_window", "forward_mask_64x64", "backward", "backward_mask_64x64"),

@@ -131,7 +131,7 @@ def _shapes_kernel(out_ptr, N: tl.constexpr, M: tl.constexpr):
     x = tl.zeros([N, M], tl.float32)
     tl.static_assert(x.shape[0] == N and x.shape[1] == M and x.numel == N * M)
     tl.static_assert(x.to(tl.int8).dtype == tl.int8)
-    x = tl.reshape(x, x.shape[:-1] + [M // 2, 2])
+    x = tl.reshape(x, x.shape[:-1] + [M // 2, 2])  # noqa: RUF005
     tl.static_assert(len(x.shape) == 3 and x.type.shape[1] == M // 2)
     tl.store(out_ptr, tl.sum(tl.sum(tl.sum(x + 1, 2), 1), 0))
 

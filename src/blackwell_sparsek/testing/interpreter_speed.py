@@ -39,6 +39,7 @@ def quick_interpreter() -> Iterator[None]:
         (tl.tensor, "__init__", _new_tensor),
         (tl.block_type, "__init__", _new_block_type(tl.block_type.__init__)),
         (TritonSemantic, "binary_op_sanitize_overflow_impl", _check_overflow),
+        (TritonSemantic, _CHECK_TYPES, _check_types(getattr(TritonSemantic, _CHECK_TYPES))),
     )
     with ExitStack() as patches:
         for owner, name, quick in replaced:
@@ -120,6 +121,25 @@ def _new_block_type(make: Callable[..., None]) -> Callable[..., None]:
             self.shape, self.numel, self.name = found
 
     return new_block_type
+
+
+_CHECK_TYPES = "binary_op_type_checking_impl"
+# What operations on two tensors of one such dtype are computed in.
+_COMPUTED_AS_THEY_ARE = ("int32", "int64", "fp32", "fp64")
+
+
+def _check_types(check: Callable[..., Any]) -> Callable[..., Any]:
+    """`check`, which casts and broadcasts operands, for those that need neither."""
+    import triton.language as tl
+
+    def check_types(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
+            kind = lhs.type
+            if kind.name == rhs.type.name and kind.scalar.name in _COMPUTED_AS_THEY_ARE:
+                return lhs, rhs
+        return check(self, lhs, rhs, *options, **named)
+
+    return check_types
 
 
 _UFUNCS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
