@@ -5,11 +5,9 @@ and its options. Nothing is compiled or run, and no GPU is needed.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,7 +20,6 @@ from .compile_cases import CompileCase
 
 # An H200; launchers ask how many programs fill the GPU.
 _H200 = arch.Arch("cuda", 90, 132, 232448, False)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class Launch(NamedTuple):
@@ -51,25 +48,21 @@ def launches_taken_by(
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launcher, "launch_kernel", take))
         # modules import these functions by name, so each of them needs the patch
-        for module, name in _holders(tuple(replaced), len(sys.modules)):
-            value = getattr(module, name)
-            if value in replaced:  # and not patched already
-                patches.enter_context(mock.patch.object(module, name, replaced[value]))
+        for module, name, function in _holders(replaced):
+            patches.enter_context(mock.patch.object(module, name, replaced[function]))
         yield
 
 
-@cache
-def _holders(functions: tuple[Any, ...], modules: int) -> list[tuple[Any, str]]:
-    """Where modules of this package hold these functions; `modules` says how many are imported.
-
-    Looking for them takes longer than most launchers do.
-    """
+def _holders(functions: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """Where modules of this package hold these functions: module, name, function."""
+    # most launchers take less time than this search would take by equality
+    wanted = {id(function) for function in functions}
     return [
-        (module, name)
+        (module, name, value)
         for module in list(sys.modules.values())
         if getattr(module, "__name__", "").startswith("blackwell_sparsek")
         for name, value in list(vars(module).items())
-        if isinstance(value, _FUNCTIONS) and value in functions
+        if id(value) in wanted
     ]
 
 

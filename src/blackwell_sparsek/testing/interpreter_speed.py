@@ -33,6 +33,7 @@ def quick_interpreter() -> Iterator[None]:
         (
             interpreter.GridExecutor,
             "__call__",
+            # a bound method would not be given the grid
             lambda *args, **kwargs: redirect.launch(*args, **kwargs),
         ),
         (interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype)),

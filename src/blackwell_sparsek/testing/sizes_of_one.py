@@ -14,6 +14,7 @@ must hold one kind or the other.
 
 import argparse
 import json
+import pathlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,13 +96,7 @@ def _with_ones(name: str, value: Any, wanted: str | None) -> Any:
 
 def build_ir(case: CompileCase, sm: int) -> Any:
     """Run Triton's front end; raises what a compilation would raise there."""
-    special = Specialised(case)
-    source: type[ASTSource] = ASTSource
-    if getattr(case.kernel, "is_gluon", lambda: False)():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
-    code = source(case.kernel, special.signature, special.constants, special.attrs)
+    code = _source(case)
     target = GPUTarget("cuda", sm, 32)
     backend = make_backend(target)
     asked = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
@@ -111,6 +106,16 @@ def build_ir(case: CompileCase, sm: int) -> Any:
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
     return code.make_ir(target, options, functions, backend.get_module_map(), context)
+
+
+def _source(case: CompileCase) -> ASTSource:
+    special = Specialised(case)
+    source: type[ASTSource] = ASTSource
+    if getattr(case.kernel, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
+    return source(case.kernel, special.signature, special.constants, special.attrs)
 
 
 def _reason(error: BaseException) -> str:
@@ -162,11 +167,9 @@ def _problems(case: CompileCase, sm: int) -> list[str]:
 
 
 def _asked(case: CompileCase, sm: int) -> str:
-    """All that the front end's answer depends on."""
-    special = Specialised(case)
-    types = (special.signature, special.constants, special.attrs)
+    """All that the front end's answer depends on, functions among the arguments included."""
     options = (case.num_warps, case.num_stages, case.options, sm, installed_versions()["triton"])
-    return f"{case.kernel.cache_key} {types} {options}"
+    return f"{_source(case).hash()} {options} {pathlib.Path(__file__).read_text()}"
 
 
 def main() -> int:
