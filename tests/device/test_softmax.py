@@ -14,7 +14,6 @@ from blackwell_sparsek.device.softmax import (
     merge_partials,
     merge_weights,
     raise_maximum,
-    weights_below,
     weights_of,
 )
 from blackwell_sparsek.testing.inputs import normal
@@ -47,7 +46,7 @@ def _partials_probe(out_ptr, o_ptr, weight_ptr, N: tl.constexpr, D: tl.constexpr
 @triton.jit
 def _shares_probe(
     s_ptr, m_ptr, weights_ptr, state_ptr, scale_log2,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HEADROOM: tl.constexpr, SPREAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEADROOM: tl.constexpr,
 ):  # fmt: skip
     """One tile of scores through the two functions that kernels call one after the other."""
     rows = tl.arange(0, ROWS)
@@ -56,18 +55,13 @@ def _shares_probe(
     m, shift, rescale = raise_maximum(
         tl.load(m_ptr + rows), tl.max(s, 1), scale_log2, HEADROOM=HEADROOM
     )
-    if SPREAD:
-        weights = weights_below(s, scale_log2, tl.broadcast_to(shift[:, None], [ROWS, KEYS]))
-    else:
-        weights = weights_of(s, scale_log2, shift)
-    tl.store(weights_ptr + offs, weights)
+    tl.store(weights_ptr + offs, weights_of(s, scale_log2, shift))
     tl.store(state_ptr + rows, m)
     tl.store(state_ptr + ROWS + rows, rescale)
 
 
-@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("headroom", [0, 8])
-def test_weights_of_scores_below_a_shift(spread, headroom, device):
+def test_weights_of_scores_below_a_shift(headroom, device):
     s = 4 * normal(8, 16, seed=1)
     s[:, 3], s[5] = -INF, -INF
     # the last rows saw larger scores before, and the first one none
@@ -75,7 +69,7 @@ def test_weights_of_scores_below_a_shift(spread, headroom, device):
     scale = 0.3
     weights, state = torch.full((8, 16), math.nan), torch.full((2, 8), math.nan)
     made = weights, state = weights.to(device), state.to(device)
-    _shares_probe[(1,)](s.to(device), before.to(device), *made, scale, 8, 16, headroom, spread)
+    _shares_probe[(1,)](s.to(device), before.to(device), *made, scale, 8, 16, headroom)
     exact = s.double() * scale
     peak = torch.maximum(before.double(), exact.amax(1) - headroom)
     # rows that have seen no key subtract nothing, so that no weight is NaN

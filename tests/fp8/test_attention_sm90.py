@@ -58,8 +58,7 @@ def test_the_barriers_lie_where_the_warps_look_for_them(options):
     [
         {"PING_PONG": True},
         {"Q_REGISTERS": True},
-        {"HALVES": True},
-        {"HALVES": True, "SLICE_DV": 128, "PRODUCTS_FIRST": True},
+        {"FP8": False, "PRODUCTS_FIRST": True},
         {"TILE_DV": 256},
         {"CONSUMERS": 1},
     ],
@@ -198,6 +197,7 @@ def random_blocks(block, heads, sq, sk, device):
         ((512, 1024), (4, 2), {"mask": (128, 128)}),
         ((512, 1000), (4, 2), {"mask": (64, 64), "causal": True}),
         ((512, 1024), (4, 2), {"mask": (128, 256)}),
+        ((512, 1000), (4, 2), {"mask": (64, 128)}),
     ],
     ids=str,
 )
@@ -281,9 +281,7 @@ def test_maxima_that_rise_or_fall_with_every_key(slope):
     [
         {},
         {"STAGES": 2},
-        {"HALVES": True, "SLICE_DV": 128},
-        {"HALVES": False, "SLICE_DV": 64},
-        {"HALVES": False, "SLICE_DV": 64, "PRODUCTS_FIRST": True},
+        {"PRODUCTS_FIRST": True},
     ],
     ids=str,
 )

@@ -72,13 +72,7 @@ def raise_maximum(m_log2, top, scale_log2, SLACK: tl.constexpr = 0, HEADROOM: tl
 @triton.jit
 def weights_of(s, scale_log2, shift):
     """Weights of raw scores `s` [rows, keys], with the `shift` that `raise_maximum` returned."""
-    return weights_below(s, scale_log2, shift[:, None])
-
-
-@triton.jit
-def weights_below(s, scale_log2, shifts):
-    """As `weights_of`, for shifts that are [rows, 1], or [rows, keys] and equal in each row."""
-    return tl.exp2(s * scale_log2 - shifts)
+    return tl.exp2(s * scale_log2 - shift[:, None])
 
 
 @triton.jit

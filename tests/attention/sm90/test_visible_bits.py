@@ -107,7 +107,7 @@ def _problem(draw: random.Random, block: tuple[int, int], banded: bool, skipped:
 
 def _kept(machine: Machine, probe: Probe, problem: Problem, kv_tile: int, first: int) -> np.ndarray:
     """What is left of scores 1, 2, 3 ... of 64 queries of the row from `first` on."""
-    scores = np.arange(1, ROWS * probe.keys + 1, dtype=np.float32)
+    scores = np.arange(1, ROWS * probe.config.TILE_N + 1, dtype=np.float32)
     out = np.full_like(scores, np.nan)
     mask = problem.mask
     block_q, tile_m = mask.block_size[0], probe.config.tile_m
@@ -126,17 +126,18 @@ def _kept(machine: Machine, probe: Probe, problem: Problem, kv_tile: int, first:
     arguments += [0] * (len(machine.program.parameters) - len(arguments))
     machine.bind(arguments, GlobalMemory([], arrays))
     machine.run()
-    return out.reshape(ROWS, probe.keys)
+    return out.reshape(ROWS, probe.config.TILE_N)
 
 
 def _expected(probe: Probe, problem: Problem, kv_tile: int, first: int) -> np.ndarray:
     """The same from the mask of elements, of the queries that exist."""
     q_len, kv_len = problem.visible.shape
     start = min(problem.row * problem.mask.block_size[0] + first, q_len)
-    masked = problem.masked_keys()[kv_tile * probe.config.TILE_N + probe.start :][: probe.keys]
-    masked += [kv_len] * (probe.keys - len(masked))
+    keys = probe.config.TILE_N
+    masked = problem.masked_keys()[kv_tile * keys :][:keys]
+    masked += [kv_len] * (keys - len(masked))
     seen = problem.sees()[start : start + ROWS, np.minimum(masked, kv_len)]
-    scores = np.arange(1, ROWS * probe.keys + 1, dtype=np.float32).reshape(ROWS, probe.keys)
+    scores = np.arange(1, ROWS * keys + 1, dtype=np.float32).reshape(ROWS, keys)
     return np.where(seen, scores[: len(seen)], np.float32(probe.other))
 
 

@@ -31,9 +31,9 @@ NUMBERS = ("kv_tile", "q_len", "kv_len", "left", "right", "q_start", "first_row"
 @gluon.jit(do_not_specialize=list(NUMBERS))
 def _visible_bits_kernel(
     out_ptr, x_ptr, lists, plan, kv_tile, q_len, kv_len, left, right, q_start, first_row,
-    KEYS: gl.constexpr, START: gl.constexpr, OTHER: gl.constexpr, CFG: gl.constexpr,
+    KEYS: gl.constexpr, OTHER: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
-    """Scores x [64, KEYS] of the keys of a masked tile from START on."""
+    """Scores x [64, KEYS] of the keys of a masked tile."""
     layout: gl.constexpr = CFG.accumulator_layout(KEYS)
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, layout))
@@ -41,17 +41,15 @@ def _visible_bits_kernel(
     first, last = row_bounds(position(q_index, q_len, kv_len), kv_len, left, right)
     visit = Visit(lists, plan, num_masked_blocks(plan), kv_len)
     bounds = TileBounds(first, last, 0, 0)
-    bits = visible_bits(visit, kv_tile, q_index, q_start, bounds, CFG, KEYS, START)
+    bits = visible_bits(visit, kv_tile, q_index, q_start, bounds, CFG)
     at = rows[:, None] * KEYS + columns[None, :]
     gl.store(out_ptr + at, keep_bits(gl.load(x_ptr + at), bits, OTHER))
 
 
 class Probe(NamedTuple):
-    """A configuration, which keys of its tiles the scores are of, and what hidden ones become."""
+    """A configuration, and what hidden scores become."""
 
     config: AttnFwdSm90Config | AttnBwdDqSm90Config
-    keys: int
-    start: int = 0
     other: float = -float("inf")
 
     def ptx(self) -> str:
@@ -62,8 +60,7 @@ class Probe(NamedTuple):
             "lists": MaskLists(*("*i32",) * 5, 128),
             "plan": VisitPlan(*(2,) * 6),
             **dict.fromkeys(NUMBERS, 2),
-            "KEYS": self.keys,
-            "START": self.start,
+            "KEYS": self.config.TILE_N,
             "OTHER": (ZERO if self.other == 0.0 else MINUS_INFINITY).value,
             "CFG": self.config,
         }
@@ -76,14 +73,12 @@ def _probes() -> Iterator[tuple[str, Probe]]:
         for consumers in (1, 2):
             config = make_forward_config(consumers, 128, 128, block_kv)
             name = f"forward-tiles{config.TILE_N}-blocks{block_kv}"
-            yield name, Probe(config, config.score_keys)
+            yield name, Probe(config)
     for block_kv in (64, 128, 256):
         config = make_fp8_config(2, 128, 128, block_kv, k_blocks=True)
-        for start in range(0, config.TILE_N, config.score_keys):
-            name = f"fp8-tiles{config.TILE_N}-blocks{block_kv}-from{start}"
-            yield name, Probe(config, config.score_keys, start)
+        yield f"fp8-tiles{config.TILE_N}-blocks{block_kv}", Probe(config)
     for block_kv in (64, 128):
-        yield f"backward-blocks{block_kv}", Probe(make_dq_config(128, 128, block_kv), 64, 0, 0.0)
+        yield f"backward-blocks{block_kv}", Probe(make_dq_config(128, 128, block_kv), 0.0)
 
 
 PROBES = dict(_probes())

@@ -70,9 +70,6 @@ class AttnFwdSm90Config:
     contiguous: WGMMA sums 8-bit operands only along a contiguous dimension (`forward_fp8`)."""
     K_BLOCKS: bool = False
     """In fp8: one scale for every 128 keys, instead of one for all keys of a head."""
-    HALVES: bool = False
-    """In fp8: KV tiles are processed in halves; the scores of one are in flight while the weights
-    of the other are computed (`forward_fp8_halves`)."""
     PRODUCTS_FIRST: bool = False
     """In fp8: multiply the weights of a tile with its values before the scores of the next tile
     take registers, so that two slices of products fit beside wide outputs."""
@@ -85,11 +82,7 @@ class AttnFwdSm90Config:
         assert not self.FP8 or (plain and self.BLOCK_KV % self.TILE_N == 0), f"{self=}"
         # a lone consumer comes with a scheduler warp
         assert not self.FP8 or self.CONSUMERS > 1 or self.SCHEDULER_WARP, f"{self=}"
-        # the product of a half is one WGMMA wide
-        halves = self.FP8 and self.TILE_N == 128 and self.TILE_DV == self.SLICE_DV
-        assert not self.HALVES or halves, f"{self=}"
-        first = self.FP8 and not self.HALVES
-        assert first or not self.PRODUCTS_FIRST, f"{self=}"
+        assert self.FP8 or not self.PRODUCTS_FIRST, f"{self=}"
         assert not self.FP8 or self.PRODUCTS_FIRST or self.dv_slices <= 2, f"{self=}"
         assert self.CONSUMERS in (1, 2, 3), f"{self.CONSUMERS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
@@ -122,16 +115,6 @@ class AttnFwdSm90Config:
     def dv_slices(self) -> int:
         """Slices of values and outputs."""
         return self.TILE_DV // self.SLICE_DV
-
-    @property
-    def score_keys(self) -> int:
-        """Keys whose scores a consumer computes at a time."""
-        return self.TILE_N // 2 if self.HALVES else self.TILE_N
-
-    @property
-    def v_buffers(self) -> int:
-        """In fp8: buffers of a stage of values, each with `score_keys` keys."""
-        return self.dv_slices * (self.TILE_N // self.score_keys)
 
     @property
     def programs_per_sm(self) -> int:
@@ -228,7 +211,7 @@ class AttnFwdSm90Config:
     def v_block(self) -> tuple[int, int, int, int]:
         """Shape of a copy of values."""
         if self.FP8:
-            return (1, 1, self.SLICE_DV, self.score_keys)
+            return (1, 1, self.SLICE_DV, self.TILE_N)
         return (1, 1, self.part_rows, self.SLICE_DV)
 
     def out_block(self) -> tuple[int, int, int, int]:
@@ -318,10 +301,7 @@ def make_fp8_config(
     """
     # a KV tile stays within 128 keys that share a scale, and within a block of the mask
     tile_n = 64 if tile_dv > 128 or (block_kv or 128) % 128 else 128
-    # TFLOP/s of whole tiles and of halves, 16k tokens: 827 and 732, causal 806 and 699; 22 % of the
-    # blocks 543 and 610
-    halves = tile_n == 128 and block_kv is not None
-    slice_dv = tile_dv if halves else 64
+    slice_dv = 64
     room = SMEM_BYTES if consumers > 1 else SMEM_BYTES // 2 - 2048
     # a second buffer of queries costs no stage of keys
     q_stages = 2
@@ -345,7 +325,6 @@ def make_fp8_config(
         SCHEDULER_WARP=block_kv is not None,
         FP8=True,
         K_BLOCKS=k_blocks,
-        HALVES=halves,
         PRODUCTS_FIRST=tile_dv > 128,
     )
 

@@ -54,7 +54,6 @@ from ...device.records import Band, CuSeqlens, Heads, Lengths, Mask, SoftmaxStat
 from ...device.schedule import batch_and_heads, lse_offset
 from ...device.softmax import add_sink, finalise, init_state, raise_maximum, weights_of
 from ...device.visits import num_masked_blocks
-from .forward_fp8_halves import TileScales, attend_halves
 from .forward_fp8_parts import (
     SCALE_TOKENS,
     HeadScales,
@@ -95,6 +94,15 @@ from .forward_stages import (
 
 # Weights reach 2**HEADROOM; e4m3 ends at 448.
 HEADROOM = gl.constexpr(8)
+
+
+class TileScales(NamedTuple):
+    """The factors of the scale of a KV tile."""
+
+    of_queries: Any
+    """The scale of the queries; times the scale of the keys, if all keys share one."""
+    k_scales: Any
+    k_scale_ptr: Any
 
 
 class Fp8ConsumerArgs(NamedTuple):
@@ -318,9 +326,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
     q_len, kv_len = shared.lengths
     lists = shared.mask.lists
     first_row: gl.constexpr = GROUP * ROWS
-    keys: gl.constexpr = CFG.score_keys
+    keys: gl.constexpr = CFG.TILE_N
     width: gl.constexpr = CFG.SLICE_DV
-    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.score_keys)
+    s_layout: gl.constexpr = CFG.accumulator_layout(CFG.TILE_N)
     o_layout: gl.constexpr = CFG.accumulator_layout(CFG.SLICE_DV)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     out_smem = consume.out_tiles.index(GROUP)
@@ -368,14 +376,9 @@ def _consume(consume, shared, GROUP: gl.constexpr, CFG: gl.constexpr):
         q_empty = q_ring.empty.index(q_stage)
         if kv_tiles > 0:
             state = SoftmaxState(m_log2, row_sum)
-            if CFG.HALVES:
-                step, state, acc = attend_halves(
-                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG
-                )
-            else:
-                step, state, acc = attend_tiles(
-                    queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG
-                )
+            step, state, acc = attend_tiles(
+                queries, stages, kv_tiles, step, scales, state, acc, q_empty, CFG
+            )
             m_log2, row_sum = state
         else:
             mbarrier.arrive(q_empty, count=1)
@@ -466,7 +469,7 @@ def _attn_fwd_fp8_sm90_kernel(
     q_smem = tiles(q_desc, CFG.Q_STAGES * consumers * CFG.d_slices, ROWS)
     out_smem = tiles(out_desc, consumers, ROWS)
     k_smem = tiles(k_desc, stages * CFG.d_slices, CFG.TILE_N)
-    v_smem = tiles(v_desc, stages * CFG.v_buffers, CFG.SLICE_DV)
+    v_smem = tiles(v_desc, stages * CFG.dv_slices, CFG.SLICE_DV)
     q_ring = ring(q_smem, CFG.Q_STAGES, consumers)
     k_ring = ring(k_smem, stages, CFG.arrivals, CFG.barrier_room)
     v_ring = ring(v_smem, stages, CFG.arrivals, CFG.barrier_room)

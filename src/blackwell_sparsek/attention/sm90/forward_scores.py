@@ -211,28 +211,23 @@ def mask_band(s, kv_start, bounds):
 
 
 @gluon.jit
-def visible_bits(
-    visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr, KEYS: gl.constexpr = None,
-    START: gl.constexpr = 0,
-):  # fmt: skip
+def visible_bits(visit, kv_tile, q_index, q_start, bounds, CFG: gl.constexpr):
     """Which keys of a tile of mask blocks each query sees, as `keep_bits` takes them.
 
-    For KEYS of these keys, by default all, from START on. A word of a partial block holds the bits
-    of 32 keys of a query. A thread loads the words of its two rows; one word per score would take
-    as many registers as the scores.
+    A word of a partial block holds the bits of 32 keys of a query. A thread loads the words of its
+    two rows; one word per score would take as many registers as the scores.
     """
     lists = visit.lists
     tile_n: gl.constexpr = CFG.TILE_N
     block_kv: gl.constexpr = CFG.BLOCK_KV
-    keys: gl.constexpr = CFG.TILE_N if KEYS is None else KEYS
-    part: gl.constexpr = min(keys, CFG.BLOCK_KV)
+    part: gl.constexpr = min(CFG.TILE_N, CFG.BLOCK_KV)
     word_keys: gl.constexpr = min(32, CFG.BLOCK_KV)
     block_words: gl.constexpr = (CFG.BLOCK_KV + 31) // 32
     q_in_block = q_index - q_start // lists.row_tokens * lists.row_tokens
     nothing = q_index - q_index
     visible = nothing
-    for first in gl.static_range(0, keys, part):
-        ordinal, kv_in_block = tile_ordinal(kv_tile, START + first, tile_n, block_kv)
+    for first in gl.static_range(0, tile_n, part):
+        ordinal, kv_in_block = tile_ordinal(kv_tile, first, tile_n, block_kv)
         entry = masked_block(visit.plan, ordinal)
         kv_start = keys_of_tile(
             lists, entry, ordinal, visit.num_masked, kv_in_block, visit.kv_len, tile_n, block_kv
@@ -245,21 +240,19 @@ def visible_bits(
             words = gl.load(place, mask=bits_id >= 0, other=-1)
             of_part |= word_bits(words) << (column // 4)
         of_part &= range_bits(bounds.first - kv_start, bounds.last - kv_start)
-        if part < keys:
+        if part < tile_n:
             of_part &= (1 << (part // 4)) - 1
         visible |= of_part << (first // 4)
     return visible
 
 
 @gluon.jit
-def mask_scores(s, queries, kv_tile, CFG: gl.constexpr, START: gl.constexpr = 0):
-    """Scores of a masked tile, for keys from START on; -inf where a query does not see the key."""
+def mask_scores(s, queries, kv_tile, CFG: gl.constexpr):
+    """Scores of a masked tile, -inf where a query does not see the key."""
     visit, bounds = queries.visit, queries.bounds
     if visit.lists is None:
-        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N + START, bounds)
+        s = mask_band(s, dense_tile(visit.plan, kv_tile) * CFG.TILE_N, bounds)
     else:
-        visible = visible_bits(
-            *(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG), s.shape[1], START
-        )
+        visible = visible_bits(visit, kv_tile, queries.q_index, queries.q_start, bounds, CFG)
         s = keep_bits(s, visible)
     return s

@@ -39,49 +39,6 @@ def add_parts(parts, rescale, p):
     return parts * factor[:, None] + row_parts(p)
 
 
-@gluon.jit
-def maxima_parts(s):
-    """Maxima [rows, 4] over the elements that each thread holds of a row of `s`."""
-    return gl.max(gl.max(gl.max(_by_thread(s), 4), 2), 1)
-
-
-@gluon.jit
-def spread_parts(parts, like):
-    """Each thread's value of `parts` [rows, 4], broadcast to all that it holds of `like`."""
-    by_thread = _by_thread(like)
-    layout: gl.constexpr = by_thread.type.layout
-    of_parts: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout)))
-    parts = gl.convert_layout(parts, of_parts, assert_trivial=True)
-    parts = gl.expand_dims(gl.expand_dims(gl.expand_dims(parts, 1), 2), 4)
-    _, spread = gl.broadcast(by_thread, parts)
-    return gl.convert_layout(gl.reshape(spread, like.shape), like.type.layout, assert_trivial=True)
-
-
-# A thread holds parts of two rows. Lanes that share a row are neighbours.
-ABOVE = gl.constexpr(
-    "{ .reg .pred p, q; .reg .b32 t; setp.gt.f32 p, $0, $6; setp.gt.or.f32 p, $1, $7, p; "
-    "vote.sync.any.pred q, p, -1; selp.b32 $2, 1, 0, q; mov.b32 $3, $2; @!q bra.uni same; "
-    + " ".join(
-        f"shfl.sync.bfly.b32 t, ${row}, {lane}, 31, -1; max.f32 ${row}, ${row}, t;"
-        for lane in (1, 2)
-        for row in (0, 1)
-    )
-    + " same: }"
-)
-
-
-@gluon.jit
-def maxima_above(parts, limits):
-    """Reduce row maxima across lanes in warps where any of `parts` [rows, 4] exceeds its limit.
-
-    Returns the maxima, in other warps still those of each thread, and 1 or 0: whether the warp
-    reduced them. This saves shuffles while maxima do not change.
-    """
-    return gl.inline_asm_elementwise(
-        ABOVE, "=f,=f,=r,=r,0,1,f,f", [parts, limits], (gl.float32, gl.int32), False, 2
-    )
-
-
 @gluon.constexpr_function
 def _pinning(offset):
     return (

@@ -157,8 +157,9 @@ def hopper_cases() -> Iterator[CompileCase]:
     """The Hopper forward: products of e4m3, masks, all options, wide heads."""
     yield hopper_case("dense", 128, spills=704)
     yield hopper_case("head-scales", 128, k_blocks=False, spills=592)
-    yield hopper_case("mask", 128, mask=(128, 128), spills=1024)
+    yield hopper_case("mask", 128, mask=(128, 128), spills=1224)
     yield hopper_case("mask-rows-of-64", 128, mask=(64, 64), spills=908)
+    yield hopper_case("mask-rows-of-64-wide-blocks", 128, mask=(64, 128), spills=1308)
     yield hopper_case("all-options", 128, everything=True, spills=684)
     yield hopper_case("dense", 64)
     # three consumers
