@@ -61,10 +61,10 @@ def test_many_calls():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", ["1", "51", "101", "151"])
+@pytest.mark.parametrize("seed", range(1, 200, 25))
 def test_random_calls_on_the_gpu(seed):
-    command = [sys.executable, "-m", "blackwell_sparsek.testing.fuzz", "--calls", "50"]
-    options = ["--seed", seed, "--seconds", "300"]
+    command = [sys.executable, "-m", "blackwell_sparsek.testing.fuzz", "--calls", "25"]
+    options = ["--seed", str(seed), "--seconds", "300"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
