@@ -171,6 +171,7 @@ def test_explain_and_explicit_impl():
     q, k, v = qkv(1, 2, 2, 4, 4, 8, seed=8)
     decision = explain(attention, q, k, v, causal=True)
     assert decision.chosen == "eager" and decision.problem.banded
+    assert str(decision.problem).startswith("forward on ")
     assert decision.reasons["reference"] == "only runs when asked for"
     with pytest.raises(Unsupported, match=r"attn_fwd: impl='sm90' cannot run this"):
         attention(q, k, v, impl="sm90")

@@ -590,6 +590,8 @@ COS = torch.ones(40, 4)
     ({**NEW, "cu_seqlens_k_new": int32(0, 1, 2), "cache_seqlens": 3}, InvalidInput,
      r"k has a wrong rank; expected \[T, Hkv, D\]"),
     ({"block_table": TABLE, "page_table": TABLE}, InvalidInput, "are both given"),
+    ({"page_table": TABLE[0]}, InvalidInput,
+     r"block_table/page_table has a wrong rank; expected \[B, max_pages\]"),
     ({**NEW}, InvalidInput, "cache_seqlens is missing"),
     ({"k": NEW["k"], "cache_seqlens": 3}, InvalidInput, "v is missing"),
     ({"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3}, InvalidInput, "k is missing"),

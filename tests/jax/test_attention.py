@@ -260,6 +260,7 @@ GOOD = {"q": (2, 4, 8, 16), "k": (2, 2, 8, 16), "v": (2, 2, 8, 16)}
         ({"q": (4, 8, 16)}, {}, InvalidInput, "q has a wrong rank; expected [B, H, S, D]"),
         ({"k": (1, 2, 8, 16)}, {}, InvalidInput, "q/k/v have different batch sizes"),
         ({"k": (2, 2, 8, 8)}, {}, InvalidInput, "q/k/v have different head dims"),
+        ({"v": (2, 2, 8, 0)}, {}, InvalidInput, "q/k/v have an empty head dim; expected 1 or more"),
         ({"v": (2, 2, 9, 16)}, {}, InvalidInput, "q/k/v do not match"),
         ({"q": (2, 3, 8, 16)}, {}, InvalidInput, "expected a multiple of the 2 heads of k, got 3"),
         ({}, {"causal": 1}, InvalidType, "causal is not a bool"),

@@ -159,6 +159,13 @@ def test_errors(a, b, error, text):
         bsk_jax.matmul(a, b)
 
 
+@pytest.mark.parametrize("block", [16, (16,), (16, 16, 16), (16, 2.5), (True, 16), "ab"], ids=str)
+def test_malformed_blocks(block):
+    text = f"block_shape is malformed; expected a pair of ints, got {block}"
+    with pytest.raises(InvalidType, match=re.escape(text)):
+        bsk_jax.BSRMatrix.from_dense(array(32, 32), block)
+
+
 def test_sddmm_errors():
     m = matrix(32, 48, (16, 16))
     with pytest.raises(InvalidInput, match=re.escape("expected [32, K] and [K, 48]")):

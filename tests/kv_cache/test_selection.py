@@ -317,6 +317,13 @@ def test_wrong_choice(change, text):
         bsk.topk_pages(**{**options, **change})
 
 
+def test_summaries_of_other_sequences_are_refused():
+    made = bsk.page_summaries(keys()[:1], cache_seqlens=LENGTHS[:1], kv_block_size=4)
+    match = r"topk_pages: summaries have a wrong batch; expected 2, got \[1, 5, 2, 8\]"
+    with pytest.raises(bsk.InvalidInput, match=match):
+        bsk.topk_pages(torch.zeros(2, 4, 1, 8), made, 3, cache_seqlens=LENGTHS)
+
+
 @pytest.mark.parametrize("dispatch", [summaries_dispatch, topk_dispatch], ids=lambda x: x.op)
 def test_kernels_come_before_plain_torch(dispatch):
     assert list(dispatch.candidates) == ["triton", "eager"]

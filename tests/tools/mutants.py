@@ -115,7 +115,7 @@ FALLBACKS = {
         "kv_cache/test_paged.py",
         "kv_cache/test_slots.py",
     ],
-    "calls/decode": ["decode/test_op.py", "decode/test_api.py"],
+    "calls/decode": ["decode/test_op.py", "decode/test_api.py", "decode/test_latent.py"],
     "calls/fp8": ["fp8/test_attention.py", "fp8/test_quantize.py", "fp8/test_matmul.py"],
     "core": ["core/test_checks.py"],
     "core/activations": [
@@ -243,6 +243,7 @@ FALLBACKS = {
     # what ranks tell each other is seen by ranks in processes of their own
     "distributed/api": [
         "distributed/test_alone.py",
+        "distributed/test_explain.py",
         "distributed/test_simulated_ranks.py",
         "distributed/test_ranks.py",
     ],
@@ -269,6 +270,12 @@ FALLBACKS = {
         "integrations/huggingface/test_block_sparse.py",
         "integrations/huggingface/test_indexed_masks.py",
         "integrations/huggingface/test_dense.py",
+        "integrations/huggingface/test_fp8.py",
+        "integrations/huggingface/test_models.py",
+        "integrations/huggingface/test_masks_of_models.py",
+    ],
+    "integrations/huggingface/registration": [
+        "integrations/huggingface/test_block_sparse.py",
         "integrations/huggingface/test_fp8.py",
         "integrations/huggingface/test_models.py",
         "integrations/huggingface/test_masks_of_models.py",
