@@ -23,6 +23,7 @@ from ..core.checks import (
     wants_gradient,
 )
 from ..core.errors import InvalidInput, InvalidType, Unsupported
+from ..core.fp8 import E4M3
 from ..core.torch_state import autocast_dtype, cast_operand
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
@@ -48,6 +49,11 @@ def check_qkv(
     for arg, x in tensors.items():
         check_tensor(op, arg, x)
         check_tangent(op, arg, x)
+        if x.dtype == E4M3 and q.dtype in DTYPES:
+            expected = f"{E4M3} for all of {', '.join(names)}, or for none"
+            raise InvalidType(
+                message(op, arg, f"is in fp8 and {names[0]} is not", expected, x.dtype)
+            )
         check_dtype(op, arg, x, DTYPES)
         check_rank(op, arg, x, layout)
         check_last_dim_contiguous(op, arg, x)

@@ -82,9 +82,7 @@ class QuantizeCall:
         if not self.transposed:
             # in the order of x: attention lays its output out as the queries are
             return torch.empty_like(x, dtype=self.dtype)
-        *outer, tokens, channels = x.shape
-        padded = -(-tokens // TOKEN_PADDING) * TOKEN_PADDING
-        return x.new_empty((*outer, channels, padded), dtype=self.dtype)[..., :tokens].mT
+        return empty_turned(x, self.dtype)
 
     def empty_descale(self) -> torch.Tensor:
         """The result's scales."""
@@ -268,6 +266,13 @@ class Fp8AttentionCall:
         """Output and lse to be filled."""
         q = self.given.q
         return empty_out(q, self.given.v.shape[-1], self.out_dtype), empty_lse(q)
+
+
+def empty_turned(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for values of this shape, with the tokens of a channel contiguous and padded."""
+    *outer, tokens, channels = like.shape
+    padded = -(-tokens // TOKEN_PADDING) * TOKEN_PADDING
+    return like.new_empty((*outer, channels, padded), dtype=dtype)[..., :tokens].mT
 
 
 def is_turned(v: torch.Tensor) -> bool:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.fp8 import E4M3
+
 # Numbers of tokens for which a report names the implementation of a layer: one that decodes, and a
 # prompt.
 TOKENS = (1, 4096)
@@ -91,10 +93,12 @@ def report(model: torch.nn.Module, explain: Callable[..., Any]) -> ModelReport:
 
 def _sparse_layer(name: str, module: Any, explain: Callable[..., Any]) -> SparseLayer:
     values = module.values
+    # a layer in fp8 rounds what it is given
+    dtype = torch.bfloat16 if values.dtype == E4M3 else values.dtype
     chosen = {}
     if not values.is_meta:
         for tokens in TOKENS:
-            x = torch.empty(tokens, module.in_features, dtype=values.dtype, device=values.device)
+            x = torch.empty(tokens, module.in_features, dtype=dtype, device=values.device)
             # of a layer that is split among ranks, the part that this one computes
             chosen[tokens] = explain(getattr(module, "_product", module), x).chosen
     shape = (module.out_features, module.in_features)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..calls.fp8 import BLOCKS, SCALES, Quantized
+from ..calls.fp8 import BLOCKS, SCALES, QuantizeCall, Quantized
 from ..core.checks import (
     check_choice,
     check_derivatives,
@@ -18,6 +18,7 @@ from ..core.checks import (
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput
 from ..core.fp8 import E4M3, LARGEST
+from ..core.torch_state import is_explaining
 from ..launch.replay import Cache, record, repeat
 from .op import fp8_quantize
 
@@ -103,6 +104,31 @@ def quantize(
         )
     data, descale, mean = results
     return Quantized(data, descale, scale, block, mean if smooth else None, hadamard)
+
+
+def quantized_operand(
+    x: torch.Tensor,
+    scale: str,
+    *,
+    smooth: bool = False,
+    hadamard: bool = False,
+    transposed: bool = False,
+    impl: str,
+) -> Quantized:
+    """`quantize` as a step of another function.
+
+    `explain` of that function is to report what it does with the result: it gets one that nothing
+    was computed for.
+    """
+    if not is_explaining():
+        return quantize(
+            x, scale, smooth=smooth, hadamard=hadamard, transposed=transposed, impl=impl
+        )
+    options = (scale, E4M3, 128, smooth, hadamard, transposed)
+    _check(x, *options, impl)
+    call = QuantizeCall(x, *options)
+    mean = call.empty_mean() if smooth else None
+    return Quantized(call.empty_data(), call.empty_descale(), scale, 128, mean, hadamard)
 
 
 def _check(

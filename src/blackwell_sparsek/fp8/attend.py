@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..attention.inputs import DENSE, autocast_qkv, check_qkv
-from ..core.checks import check_choice, check_derivatives, check_dtype, message
+from ..core.checks import check_choice, check_derivatives, check_dtype, check_tensor, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.block_mask import BlockMask
@@ -131,10 +131,11 @@ def attention(
     >>> float((bsk.fp8.attention(q, k, v, causal=True) - exact).norm() / exact.norm()) < 0.05
     True
     """
-    check_qkv(OP, q, k, v, DENSE)
     for arg, x in {"q": q, "k": k, "v": v}.items():
+        check_tensor(OP, arg, x)
         check_derivatives(OP, arg, x)
         check_dtype(OP, arg, x, DTYPES)
+    check_qkv(OP, q, k, v, DENSE)
     # mixed dtypes could be rounded, but the backward pass has no attention for them
     q, k, v = autocast_qkv(OP, q, k, v)
     check_choice(OP, "impl", impl, IMPLS)

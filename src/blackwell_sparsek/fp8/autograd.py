@@ -26,7 +26,7 @@ from ..core.checks import is_batched, wants_gradient
 from ..core.errors import Unsupported
 from ..dispatch.operators import Operator, define_autograd, define_op
 from ..masks.band import band_of
-from .api import quantize
+from .api import quantized_operand
 
 OP = "fp8.attention"
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -74,9 +74,10 @@ def _attend(
     choice: Choice,
 ) -> Tensors:
     rounding = {"auto": "auto", "triton": "triton", "sm90": "triton"}.get(choice.impl, "eager")
-    queries = quantize(q, "block", hadamard=choice.rotate, impl=rounding)
-    keys = quantize(k, "block", smooth=choice.smooth, hadamard=choice.rotate, impl=rounding)
-    values = quantize(v, "channel", transposed=True, impl=rounding)
+    rotation: dict[str, Any] = {"hadamard": choice.rotate, "impl": rounding}
+    queries = quantized_operand(q, "block", **rotation)
+    keys = quantized_operand(k, "block", smooth=choice.smooth, **rotation)
+    values = quantized_operand(v, "channel", transposed=True, impl=rounding)
     out, lse = attention_in(
         *(queries.data, keys.data, values.data),
         **options,

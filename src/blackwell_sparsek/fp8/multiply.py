@@ -11,7 +11,7 @@ from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import cast_operand
 from ..matmul.api import matmul as matmul_in
 from ..sparse.matrix import BSRMatrix
-from .api import DTYPES, quantize
+from .api import DTYPES, quantized_operand
 
 _OP = "fp8.matmul"
 # Leading dimensions that `quantize` takes besides tokens and channels.
@@ -88,7 +88,7 @@ def matmul(
             raise InvalidInput(message(_OP, "residual", "has a wrong shape", list(shape), got))
         residual = _in_rows(residual)
     out = matmul_in(
-        quantize(rows, "1x128", impl=rounding),
+        quantized_operand(rows, "1x128", impl=rounding),
         w,
         bias=bias,
         activation=activation,

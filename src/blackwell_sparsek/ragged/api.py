@@ -1,10 +1,11 @@
 """`attention_varlen`: packed sequences of different lengths, over packed keys or over a cache."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
 from ..attention.api import attention_packed
+from ..attention.fp8_inputs import is_fp8_call
 from ..attention.inputs import overlaps
 from ..calls.attention import returned
 from ..calls.ragged import RaggedCall
@@ -194,14 +195,15 @@ def attention_varlen(
 
     Parameters
     ----------
-    q : fp16, bf16, fp32 or fp64 `[Tq, Hq, D]`
+    q : fp16, bf16, fp32, fp64 or float8_e4m3fn `[Tq, Hq, D]`
         Any strides with a contiguous last dimension, as for all tensors here. D and Dv from 1 to
         256. fp64 runs on `eager` and `reference` only. With a cache, or an option marked (*), rows
-        after the last sequence are padding, whose output is 0.
+        after the last sequence are padding, whose output is 0. fp8 is for packed keys in fp8
+        without (*), `alibi_slopes`, `out` and gradients.
     k : `[Tk, Hkv, D]`
         With `cache_seqlens` a cache `[B, Hkv, S, D]`, or pages `[pages, page_size, Hkv, D]` with
-        `page_table`; pages with heads outermost are `pages.transpose(1, 2)`. dtype of q; a cache
-        also float8_e4m3fn.
+        `page_table`; pages with heads outermost are `pages.transpose(1, 2)`. dtype of q, or
+        float8_e4m3fn.
     v : as k, with Dv in place of D
     cu_seqlens_q, cu_seqlens_k : int32 `[B + 1]`
         Offsets from 0, on the device of q; `cu_seqlens_k` for packed keys only.
@@ -238,9 +240,10 @@ def attention_varlen(
         `slope * |position - key|` is subtracted from the scores, after softcap; slopes themselves
         have no gradient.
     k_scale, v_scale : fp32 scalar tensor or `[Hkv]`, optional
-        Factors of the values stored in an fp8 cache; 1 by default.
+        Factors of keys and values in fp8 that queries in 16 bits or more read; 1 by default.
     q_descale, k_descale, v_descale : fp32, one element or `[B|1, H|1]`, optional
-        Factors of the values in packed q, k and v that are all float8_e4m3fn, as in `attention`.
+        Factors of the values in packed q, k and v that are all float8_e4m3fn, as in `attention`;
+        v_descale also for each channel, `[B|1, H|1, Dv]`.
     out_dtype : torch.dtype, optional
         For packed float8_e4m3fn only: bf16, the default, fp16 or fp32.
     out : `[Tq, Hq, Dv]`, optional
@@ -257,7 +260,7 @@ def attention_varlen(
 
     Returns
     -------
-    out : `[Tq, Hq, Dv]`, dtype of q
+    out : `[Tq, Hq, Dv]`, dtype of q; in fp8 `out_dtype`
     lse : fp32 `[Hq, Tq]`
         Only with `return_lse`.
 
@@ -302,9 +305,13 @@ def attention_varlen(
     )
     plain = all(x is None for x in further) and align == "bottom_right"
     plain = plain and batch_invariant is False
-    # the kernels for caches know slopes too, but neither gradients nor masks
+    in_fp8 = is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype)
+    # the kernels for caches know slopes too, and keys alone in fp8, but neither gradients nor masks
     if plain and (
-        alibi_slopes is None or block_mask is not None or _wants_gradients(q, k, v, sinks)
+        (alibi_slopes is None and (in_fp8 or getattr(k, "dtype", None) != FP8))
+        or in_fp8
+        or block_mask is not None
+        or _wants_gradients(q, k, v, sinks)
     ):
         if cu_seqlens_k is None or max_seqlen_k is None:
             missing = "cu_seqlens_k" if cu_seqlens_k is None else "max_seqlen_k"
@@ -334,11 +341,31 @@ def attention_varlen(
             deterministic=deterministic,
             impl=impl,
         )
-    for_fp8 = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    for arg, value in {**for_fp8, "out_dtype": out_dtype}.items():
-        if value is not None:
-            expected = "None with caches and the other options of packed keys (k_scale, v_scale)"
-            raise InvalidInput(message(OP, arg, "goes with packed fp8 keys", expected, "a value"))
+    if in_fp8:
+        _refuse_fp8(
+            q,
+            {
+                "kv_blocks": kv_blocks,
+                "kv_block_size": kv_block_size,
+                "cache_batch_idx": cache_batch_idx,
+                "seqused_q": seqused_q,
+                "seqused_k": seqused_k,
+                "leftpad_k": leftpad_k,
+                "chunk": chunk,
+                "k_scale": k_scale,
+                "v_scale": v_scale,
+                "page_table": page_table,
+                "cache_seqlens": cache_seqlens,
+                "align": None if align == "bottom_right" else align,
+                "batch_invariant": None if batch_invariant is False else batch_invariant,
+            },
+            {
+                "q_descale": q_descale,
+                "k_descale": k_descale,
+                "v_descale": v_descale,
+                "out_dtype": out_dtype,
+            },
+        )
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
         *(scale, softcap, batch_invariant, deterministic, impl),
@@ -405,6 +432,17 @@ def attention_varlen(
                 wanted=wanted,
             )
     return returned(results, out, return_lse)
+
+
+def _refuse_fp8(q: Any, options: dict[str, Any], for_fp8: dict[str, Any]) -> NoReturn:
+    """Say why a call is not one of packed fp8: it has others of the `options`."""
+    given = ", ".join(arg for arg, value in options.items() if value is not None)
+    if is_fp8_call(q):
+        instead = "packed q, k and v without them, or q in 16 bits"
+        raise Unsupported(f"{OP}: {given} do not go with q in fp8; expected {instead}")
+    arg = next(arg for arg, value in for_fp8.items() if value is not None)
+    expected = "None with caches and the other options of packed keys (k_scale, v_scale)"
+    raise InvalidInput(message(OP, arg, "goes with packed fp8 keys", expected, "a value"))
 
 
 def _wants_gradients(*tensors: Any) -> bool:

@@ -13,8 +13,9 @@ from ...core.checks import (
     check_tensor,
     message,
 )
-from ...core.errors import InvalidInput, InvalidType
+from ...core.errors import InvalidInput, InvalidType, Unsupported
 from ...masks.band import band_of
+from ..fp8_inputs import is_fp8_call
 from ..inputs import (
     DENSE,
     DTYPES,
@@ -50,6 +51,8 @@ def gated_call(
         if value is not None:
             got = type(value).__name__
             raise InvalidInput(message(op, arg, "does not go with key_gate", "None", got))
+    if is_fp8_call(q):
+        raise Unsupported(f"{op}: key_gate does not go with fp8 tensors; expected None")
     check_qkv(op, q, k, v, DENSE)
     check_head_dims(op, q, v)
     for arg, x in (("q", q), ("k", k), ("v", v)):

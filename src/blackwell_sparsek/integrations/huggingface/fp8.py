@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...attention.api import attention
+from ...calls.fp8 import empty_turned
 from ...core.checks import message
 from ...core.errors import InvalidInput, InvalidType, Unsupported
 from ...core.fp8 import E4M3, within_range
@@ -162,7 +163,12 @@ def attend_prompt(
     """Attention of queries `[B, Hq, Sq, D]`, which are rounded as well if keys are in fp8."""
     if key.dtype == E4M3:
         fp8 = registered(fp8)
+        differentiable = torch.is_grad_enabled() and query.requires_grad
+        refuse_in_fp8(key, "gradients" if differentiable else None)
         q = quantize(query, "block")
+        if value.is_cuda:
+            # WGMMA multiplies e4m3 along contiguous tokens; a copy costs far less than products
+            value = empty_turned(value, E4M3).copy_(value)
         options |= {"q_descale": q.descale, "out_dtype": query.dtype}
         options["k_descale"] = scalar(fp8.k_scale, key.device)
         options["v_descale"] = scalar(fp8.v_scale, key.device)
