@@ -11,6 +11,7 @@ import blackwell_sparsek as bsk
 from blackwell_sparsek.reference import fp8 as oracle_fp8
 from blackwell_sparsek.reference.attention import attention as oracle_attention
 from blackwell_sparsek.testing import layouts, poison
+from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
 
 E4M3 = torch.float8_e4m3fn
@@ -237,6 +238,56 @@ def test_explain():
     given, scales = tensors((40, 50), (2, 1), (16, 16))
     chosen = bsk.explain(bsk.attention, *given, **scales)
     assert chosen.chosen == "eager" and "triton" in chosen.reasons
+
+
+def test_explain_of_attention_that_rounds_is_about_attention():
+    q = torch.randn(1, 4, 40, 16, dtype=torch.bfloat16)
+    decision = bsk.explain(bsk.fp8.attention, q, q[:, :2], q[:, :2], causal=True)
+    assert decision.op == "attn_fwd_fp8" and decision.chosen == "eager"
+    assert "queries 40, keys 40" in str(decision)
+
+
+def packed(**change):
+    x = normal(10, 4, 16, seed=1).to(E4M3)
+    offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
+    given = {"q": x, "k": x, "v": x, "max_seqlen_q": 7, "max_seqlen_k": 7} | change
+    return bsk.attention_varlen(cu_seqlens_q=offsets, cu_seqlens_k=offsets, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"chunk": 4}, "chunk"),
+        ({"seqused_k": torch.tensor([1, 2], dtype=torch.int32)}, "seqused_k"),
+        ({"align": "top_left"}, "align"),
+        ({"batch_invariant": True, "k_scale": torch.ones(())}, "k_scale, batch_invariant"),
+    ],
+)
+def test_options_without_packed_fp8_are_named(change, named):
+    text = f"attention_varlen: q in fp8 does not go with {named}; expected packed q, k and v"
+    with pytest.raises(bsk.Unsupported, match=text):
+        packed(**change)
+
+
+def test_slopes_do_not_go_with_packed_fp8():
+    with pytest.raises(bsk.Unsupported, match="alibi_slopes does not go with fp8 tensors"):
+        packed(alibi_slopes=torch.ones(4))
+
+
+def test_wider_queries_over_packed_fp8_keys_need_no_factors():
+    q, one = normal(10, 4, 16, seed=2), torch.ones(())
+    assert torch.equal(packed(q=q), packed(q=q, k_scale=one, v_scale=one))
+
+
+def test_fp8_of_some_tensors_alone_is_refused():
+    q = normal(1, 2, 8, 16, seed=1)
+    with pytest.raises(bsk.InvalidType, match=r"k is in fp8 and q is not; .* for all of q, k, v"):
+        bsk.attention(q, q.to(E4M3), q.to(E4M3))
+    with pytest.raises(bsk.InvalidType, match=r"q has an unsupported dtype; .*float32, got"):
+        bsk.fp8.attention(q.to(E4M3), q, q)
+    gate = (torch.ones(1, 2, 8), torch.ones(1, 2, 8))
+    with pytest.raises(bsk.Unsupported, match="key_gate does not go with fp8 tensors"):
+        bsk.attention(*[q.to(E4M3)] * 3, key_gate=gate)
 
 
 def refusal(change):

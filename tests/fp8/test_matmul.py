@@ -211,6 +211,15 @@ def test_what_the_portable_kernel_refuses():
     assert "needs float16" in why_not_triton(problem(out_dtype=torch.float64))
 
 
+def test_explain_of_products_that_round_is_about_the_product():
+    w = matrix((32, 32), (16, 16), "cpu").T
+    assert bsk.explain(bsk.fp8.matmul, torch.randn(4, 32), w).op == "bsr_matmul_fp8"
+    layer = bsk.nn.BSRLinear(64, 32, 16, sparsity=0.5).to_fp8()
+    assert bsk.explain(layer, torch.randn(4, 64)).op == "bsr_matmul_fp8"
+    (found,) = bsk.explain(torch.nn.Sequential(layer)).layers
+    assert found.chosen == {1: "eager", 4096: "eager"}
+
+
 def test_explain_and_compile(device):
     w = matrix((32, 32), (16, 16), device)
     x = activations(4, 32, device=device)

@@ -282,6 +282,7 @@ def test_operator(transposed):
 
 def test_explain_names_the_implementations():
     chosen = bsk.explain(bsk.fp8.quantize, torch.randn(2, 8))
+    assert "rounding on cpu, torch.float32 -> torch.float8_e4m3fn, 16 elements" in str(chosen)
     assert chosen.chosen == "eager" and "triton" in chosen.reasons
     assert list(quantize_dispatch.candidates) == ["triton", "eager"]
 

@@ -277,6 +277,7 @@ def test_compiles_in_one_piece():
 def test_explains_its_choice():
     case = append_case([3, 9], 4)
     chosen = bsk.explain(bsk.kv_append, *case[:4], cache_seqlens=case.cache_seqlens)
+    assert "a contiguous cache on cpu" in str(chosen)
     assert chosen.chosen == "eager" and chosen.op == append_dispatch.op
     with pytest.raises(bsk.Unsupported, match="kv_append has no sm90 implementation"):
         bsk.kv_append(*case[:4], cache_seqlens=case.cache_seqlens, impl="sm90")

@@ -388,6 +388,9 @@ class MergeProblem:
         """Describe a merge of tensors shaped like `o` [..., Dv]."""
         return cls(arch_of(o.device), o.dtype, o.shape[:-1].numel(), o.shape[-1])
 
+    def __str__(self) -> str:
+        return f"merge on {self.arch}, {self.dtype}, {self.rows} rows of {self.head_dim_v}"
+
 
 class MergeCall(NamedTuple):
     """Two partial results [..., Dv] with lse [...], to be merged."""

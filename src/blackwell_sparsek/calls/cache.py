@@ -17,6 +17,10 @@ class CacheProblem:
     stored: torch.dtype
     paged: bool
 
+    def __str__(self) -> str:
+        cache = "pages" if self.paged else "a contiguous cache"
+        return f"{cache} on {self.arch}, {self.dtype}, cache {self.stored}"
+
 
 @dataclass(frozen=True, eq=False)
 class AppendCall:

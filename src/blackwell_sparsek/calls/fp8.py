@@ -50,6 +50,12 @@ class QuantizeProblem:
     channels: int
     elements: int
 
+    def __str__(self) -> str:
+        return (
+            f"rounding on {self.arch}, {self.dtype} -> {self.to}, {self.elements} elements, "
+            f"{self.channels} channels, scales {self.scale!r}"
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizeCall:

@@ -438,8 +438,8 @@ def _refuse_fp8(q: Any, options: dict[str, Any], for_fp8: dict[str, Any]) -> NoR
     """Say why a call is not one of packed fp8: it has others of the `options`."""
     given = ", ".join(arg for arg, value in options.items() if value is not None)
     if is_fp8_call(q):
-        instead = "packed q, k and v without them, or q in 16 bits"
-        raise Unsupported(f"{OP}: {given} do not go with q in fp8; expected {instead}")
+        instead = "packed q, k and v without it, or q in 16 bits"
+        raise Unsupported(f"{OP}: q in fp8 does not go with {given}; expected {instead}")
     arg = next(arg for arg, value in for_fp8.items() if value is not None)
     expected = "None with caches and the other options of packed keys (k_scale, v_scale)"
     raise InvalidInput(message(OP, arg, "goes with packed fp8 keys", expected, "a value"))

@@ -28,6 +28,7 @@ def problem(arch=H200, **changes):
 def test_auto_prefers_triton_on_a_gpu():
     assert forward_dispatch.decide("auto", problem()).chosen == "triton"
     merge = MergeProblem(H200, torch.float16, 8, 64)
+    assert str(merge).endswith("torch.float16, 8 rows of 64")
     assert merge_dispatch.decide("auto", merge).chosen == "triton"
 
 

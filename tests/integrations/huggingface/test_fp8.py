@@ -191,6 +191,35 @@ def test_errors(call, error, text):
         call()
 
 
+def test_gradients_of_a_prompt_are_refused_by_name(names):
+    model = build("Llama")
+    model.set_attn_implementation(names[0])
+    with pytest.raises(Unsupported, match="gradients over a cache in fp8; use a cache in 16 bits"):
+        model(tokens(1, 5, seed=5), past_key_values=SCALES.cache(model.config))
+
+
+def test_a_prompt_on_any_device(device):
+    """On a GPU, values are laid out as the Hopper kernel takes them."""
+    shapes = ((2, 4, 70, 64), (2, 2, 90, 64), (2, 2, 90, 64))
+    q, k, v = (normal(*shape, seed=i).to(device) for i, shape in enumerate(shapes))
+    q, k, v = q.bfloat16(), (k * 4).to(E4M3), (v / 2).to(E4M3)
+    got = attend_prompt(q, k, v, SCALES, causal=True)
+    rounded = quantize(q.float(), "block", impl="eager").dequantize()
+    keys, values = k.float() * SCALES.k_scale, v.float() * SCALES.v_scale
+
+    def formula(dtype):
+        scores = rounded.to(dtype) @ keys.to(dtype).repeat_interleave(2, 1).mT / 8
+        hidden = torch.ones(70, 90, device=device).triu(21).bool()
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if dtype == torch.float32:
+            # as the kernels round them: in e4m3, the largest is 2^8
+            top = weights.amax(-1, keepdim=True)
+            weights = (weights / top * 256).to(E4M3).float() / 256 * top
+        return weights @ values.to(dtype).repeat_interleave(2, 1)
+
+    assert_within_budget(got, formula(torch.float64), formula(torch.float32).to(q.dtype))
+
+
 def test_a_traced_call_leaves_nothing_behind():
     """What it made are no numbers; later calls with the same scales got them."""
     fp8 = Fp8(0.37, 1.9)
