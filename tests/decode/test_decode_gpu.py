@@ -130,6 +130,27 @@ def test_random_calls_that_hopper_takes(seed):
     )
 
 
+@pytest.mark.sm90
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lengths": (300,), "sinks": True},
+        {"q_len": 3, "page_size": 16, "softcap": 20.0},
+        {"q_len": 9, "heads": (8, 2)},
+        {"heads": (40, 1), "page_size": 64, "dtype": HALF},
+        {"head_dims": (256, 128), "heads": (40, 1), "sinks": True},
+        {"head_dims": (64, 256), "page_size": 48, "q_len": 2},
+        {"page_size": 64, "block_size": 64, "keep": 0.5, "capacity": 512},
+    ],
+    ids=str,
+)
+def test_heads_of_256_channels(changes):
+    """40 rows take two tiles of 32 if values have 256 channels, and one of 64 otherwise."""
+    wide = DecodeCase(5, BRAIN, heads=(8, 4), lengths=(300, 0, 77), head_dims=(256, 256))
+    check(dataclasses.replace(wide, **changes))
+
+
 @pytest.mark.parametrize("page_size, block_size", [(64, 64), (16, 16), (None, 64), (None, 16)])
 @pytest.mark.parametrize("keep", [0.3, 1.0])
 def test_listed_blocks(page_size, block_size, keep):

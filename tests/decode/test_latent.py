@@ -61,7 +61,7 @@ def test_when_the_hopper_kernel_takes_a_latent_cache():
     assert problem.latent and attn_decode_sm90_unsupported(problem) is None
     for changes, reason in (
         ({"latent": False}, "a view of the keys, v_cache = k_cache"),
-        ({"head_dim_v": 256}, "needs head dimensions of 64 or 128, or 576 and 512"),
+        ({"head_dim_v": 256}, "needs head dimensions of 64, 128 or 256, or 576 and 512"),
         ({"page_size": 24}, "pages of 24 are not a multiple of 16"),
         ({"tma": False}, "TMA needs slots"),
     ):

@@ -42,11 +42,11 @@ def problem(**changes):
         ),
         (
             {"head_dim": 96},
-            "needs head dimensions of 64 or 128, or 576 and 512, got 96 and 128",
+            "needs head dimensions of 64, 128 or 256, or 576 and 512, got 96 and 128",
         ),
         (
-            {"head_dim_v": 256},
-            "needs head dimensions of 64 or 128, or 576 and 512, got 128 and 256",
+            {"head_dim_v": 192},
+            "needs head dimensions of 64, 128 or 256, or 576 and 512, got 128 and 192",
         ),
         ({"page_size": 17}, "pages of 17 are not a multiple of 16"),
         ({"page_size": 64, "block_size": 8}, "listed blocks of 8 are not a multiple of 16"),
@@ -65,6 +65,8 @@ def test_why_not(changes, reason):
         {},
         {"dtype": torch.float16, "cache_dtype": torch.float16},
         {"head_dim": 64, "head_dim_v": 128},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"head_dim": 128, "head_dim_v": 256},
         {"page_size": 16},
         {"page_size": 48, "block_size": 48},
         {"block_size": 80},
@@ -113,10 +115,11 @@ def test_one_sequence_starts_early_and_many_fp8_heads_take_long_tiles():
 
 def test_programs_fit_an_sm():
     """The compiled kernels are checked to the byte elsewhere."""
-    for dim, dim_v, q_len in itertools.product((64, 128), (64, 128), (1, 2, 3, 5, 16, 64)):
+    dims = (64, 128, 256)
+    for dim, dim_v, q_len in itertools.product(dims, dims, (1, 2, 3, 5, 16, 64)):
         changes = {"head_dim": dim, "head_dim_v": dim_v, "q_len": q_len}
         config, programs = attn_decode_sm90_launch(problem(**changes))
-        rows = min(4 * q_len, 64)
+        rows = min(4 * q_len, 32 if dim_v == 256 else 64)
         assert rows <= config.ROWS < 2 * max(rows, 8)
         ring = config.STAGES * config.TILE_N * (dim + dim_v) * 2
         own = ring + config.ROWS * (dim + config.TILE_N) * 2

@@ -15,9 +15,9 @@ stays in registers.
 
 Called by `sm90_latent.decode`, impl "sm90" of `bsk::attn_decode`, for all but latent caches.
 Limits: queries in fp16 or bf16, caches too or in fp8 (D and Dv 128, up to 16 rows that share a KV
-head), D and Dv 64 or 128, pages and listed blocks of a multiple of 16 tokens, strides and addresses
-that TMA accepts, and those of `triton.py`. Slots past the lengths are copied but ignored; a page
-out of range is not read.
+head), D and Dv 64, 128 or 256, pages and listed blocks of a multiple of 16 tokens, strides and
+addresses that TMA accepts, and those of `triton.py`. Slots past the lengths are copied but ignored;
+a page out of range is not read.
 """
 
 from typing import Any, NamedTuple

@@ -53,7 +53,7 @@ def why_not_triton(problem: DecodeProblem) -> str | None:
 
 # The Hopper kernel.
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 # A latent cache of MLA with absorbed weights: 512 columns that serve as keys and values, and 64
 # more key columns, which carry positions.
 LATENT_DIMS = (576, 512)
@@ -95,7 +95,9 @@ def attn_decode_sm90_unsupported(problem: DecodeProblem) -> str | None:
         if not problem.latent:
             return "needs values that are a view of the keys, v_cache = k_cache[..., :512]"
     elif any(dim not in HEAD_DIMS for dim in dims):
-        return f"needs head dimensions of 64 or 128, or 576 and 512, got {dims[0]} and {dims[1]}"
+        return (
+            f"needs head dimensions of 64, 128 or 256, or 576 and 512, got {dims[0]} and {dims[1]}"
+        )
     for what, size in (("pages", problem.page_size), ("listed blocks", problem.block_size)):
         if size is not None and size % STEP:
             return f"{what} of {size} are not a multiple of {STEP}"
@@ -167,7 +169,7 @@ class DecodeSm90Config(CopiedKeys):
     def __post_init__(self) -> None:
         assert self.ROWS in (8, 16, 32, 64), f"{self.ROWS=}"
         assert self.TILE_N in (64, 128), f"{self.TILE_N=}"
-        assert self.TILE_D in (64, 128) and self.TILE_DV in (64, 128), f"{self=}"
+        assert self.TILE_D in HEAD_DIMS and self.TILE_DV in HEAD_DIMS, f"{self=}"
         assert self.STAGES >= 2, f"{self.STAGES=}"
         assert self.copy_keys >= 16, f"{self.PAGE_SIZE=}"
 
@@ -231,11 +233,12 @@ def make_config(
     """The configuration for these packed rows, head dims, pages and listed blocks."""
     # Half the shared memory of an SM holds enough bytes in flight, and each further stage delays a
     # launch by the 120 cycles of its barriers. The accumulators of 64 rows need all registers, so
-    # that one program has the SM and its shared memory to itself.
-    tall = rows == WGMMA_ROWS
+    # that one program has the SM and its shared memory to itself; so do keys or values of 256
+    # columns, of which half an SM holds one stage.
+    tall, wide = rows == WGMMA_ROWS, max(tile_d, tile_dv) > 128
     scattered = page_size is not None or block_kv is not None
     copies = tile_n // gcd(tile_n, page_size or 0, block_kv or 0)
-    budget = SMEM_BYTES if tall else SMEM_BYTES // 2
+    budget = SMEM_BYTES if tall or wide else SMEM_BYTES // 2
     # 2 KiB for barriers, positions for the consumer, and the 1 KiB reserved by the system
     ring = budget - 2048 - 2 * rows * (tile_d + tile_n)
     return DecodeSm90Config(
@@ -248,7 +251,7 @@ def make_config(
         BLOCK_KV=block_kv,
         # the coordinates of a tile's copies stay in registers while the producer waits for a stage
         PRODUCER_REGISTERS=(64 if copies <= 4 else 88) if scattered else 40,
-        MAX_REGISTERS=168 if tall else 128,
+        MAX_REGISTERS=168 if tall or wide else 128,
         WORDS=words,
         SINGLE=single,
         COMBINED=combined,
@@ -292,6 +295,9 @@ def _launch(
     single: bool,
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
+    if dim_v > 128:
+        # accumulators of 64 rows leave no registers for scores
+        packed = min(packed, 32)
     many = is_fp8 and softmaxes > sms // 4
     # tiles of as many bytes as at D128; with more rows, scores would take twice the registers
     short = dim == dim_v == 64 and packed <= 16

@@ -77,6 +77,7 @@ def test_what_was_run_comes_from_all_results(tmp_path):
         (list(range(1, 257)), "1 to 256"),
         (list(range(257, 513)), "257 to 512"),
         (list(range(8, 129, 8)), "8 to 128 in steps of 8"),
+        ([64, 128, 256], "64, 128, 256"),
         ([d for d in range(1, 257) if d > 128 or d % 8], "up to 256, except where listed"),
     ],
 )

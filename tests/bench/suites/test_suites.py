@@ -97,18 +97,21 @@ def test_the_founding_shapes():
     blocks = [case.problem for case in SUITES["block_sparse"].cases(False)]
     assert {tuple(p["block"]) for p in blocks} == {(128, 128), (64, 64), (128, 32), (128, 16)}
     decode = [case.problem for case in SUITES["decode"].cases(False)]
-    assert {(p["batch"], p["length"]) for p in decode[:-13]} == {
+    assert {(p["batch"], p["length"]) for p in decode[:-16]} == {
         (1, 1024),
         (1, 8192),
         (1, 131072),
         (16, 8192),
         (64, 4096),
     }
-    shared = {(p["heads"], p["kv_heads"], p["head_dim"], p["batch"]) for p in decode[-9:]}
+    shared = {(p["heads"], p["kv_heads"], p["head_dim"], p["batch"]) for p in decode[-12:-3]}
     models = ((32, 1, 128), (64, 1, 128), (64, 8, 64))
     assert shared == {(*model, batch) for model in models for batch in (1, 4, 32)}
+    assert {(p["head_dim"], p["batch"], p["page_size"]) for p in decode[-3:]} == {
+        *((256, 1, 0), (256, 16, 0), (256, 16, 64)),
+    }
     assert {p["page_size"] for p in decode} == {0, 16, 64, 256}
-    ragged, equal = decode[-11:-9]
+    ragged, equal = decode[-14:-12]
     assert (min(ragged["lengths"]), max(ragged["lengths"])) == (100, 32768)
     assert 0 <= sum(ragged["lengths"]) - 16 * equal["length"] < 16
     (varlen, *_) = [case.problem for case in SUITES["attention_varlen"].cases(False)]

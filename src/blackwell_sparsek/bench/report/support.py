@@ -112,12 +112,12 @@ def dims_in_words(dims: list[int]) -> str:
     'up to 6, except where listed'
     """
     first, last = dims[0], dims[-1]
-    if len(dims) < 3:
-        return ", ".join(map(str, dims))
-    if dims == list(range(first, last + 1)):
+    if len(dims) > 2 and dims == list(range(first, last + 1)):
         return f"{first} to {last}"
-    if dims == list(range(first, last + 1, 8)):
+    if len(dims) > 2 and dims == list(range(first, last + 1, 8)):
         return f"{first} to {last} in steps of 8"
+    if len(dims) < 4:
+        return ", ".join(map(str, dims))
     return f"up to {last}, except where listed"
 
 

@@ -387,7 +387,7 @@ PAGE_SIZES = (0, 16, 64, 256)
 
 
 def decode(tiny: bool = False) -> Iterator[Case]:
-    """32:8 heads, D128, contiguous and paged, few pages, fp8, unequal lengths; one KV head; D64."""
+    """32:8 heads, D128, contiguous and paged, few pages, fp8, unequal lengths; MQA; D64; D256."""
     for page_size in (0, 16) if tiny else PAGE_SIZES:
         for batch, length in ((1, 100), (3, 64)) if tiny else SHAPES:
             problem = Decode(batch, length, page_size=page_size)
@@ -410,6 +410,8 @@ def decode(tiny: bool = False) -> Iterator[Case]:
     for heads, kv_heads, dim in ((32, 1, 128), (64, 1, 128), (64, 8, 64)):
         for batch in (1, 4, 32):
             yield _case(Decode(batch, 8192, heads, kv_heads, dim))
+    for batch, page_size in ((1, 0), (16, 0), (16, 64)):
+        yield _case(Decode(batch, 8192, 16, 8, 256, page_size))
 
 
 def _case(problem: Decode) -> Case:

@@ -215,6 +215,21 @@ DECODE_SM90 = (
     DecodeSm90(make_config(64, 128, 128, 256), "d128-rows64", dtype=HALF),
     DecodeSm90(make_config(64, 128, 128, single=True, combined=True), "d128-rows64-combined"),
     DecodeSm90(make_config(64, 64, 128, 64, 64), "d64-128-rows64-lists", everything=True),
+    # parts of 256 columns spill where they are combined, 32 rows also 11 words in the main loop
+    DecodeSm90(make_config(8, 256, 256), "d256", max_spill_bytes=80),
+    DecodeSm90(make_config(8, 256, 256, single=True), "d256-single", max_spill_bytes=80),
+    DecodeSm90(
+        make_config(16, 256, 256, 64, 64), "d256-pages64-lists", everything=True, max_spill_bytes=16
+    ),
+    DecodeSm90(
+        make_config(32, 256, 256, 16), "d256-rows32-pages16", dtype=HALF, max_spill_bytes=240
+    ),
+    DecodeSm90(
+        make_config(32, 256, 256, single=True, combined=True),
+        "d256-rows32-combined",
+        max_spill_bytes=240,
+    ),
+    DecodeSm90(make_config(64, 256, 128, 16), "d256-128-rows64-pages16", everything=True),
 )
 
 
