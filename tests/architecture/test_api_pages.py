@@ -72,7 +72,8 @@ ENTRIES = dict(documented(FOLDER))
 
 
 def test_no_name_is_missing_and_none_is_left_over():
-    names = set(public()) | {"bsk.integrations.vllm.register"}
+    engines = {f"bsk.integrations.{engine}.register" for engine in ("sglang", "vllm")}
+    names = set(public()) | engines
     found = [name for name, _ in documented(FOLDER)]
     if importlib.util.find_spec("jax") is None:
         found = [name for name in found if not name.startswith("bsk_jax.")]

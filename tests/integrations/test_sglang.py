@@ -149,9 +149,39 @@ def test_idle_batches_attend_to_nothing(rows):
         assert all(a.equal(b) for a, b in zip(before, after, strict=True))
 
 
-def test_bidirectional_attention():
-    engine, layer = Engine(2), layer_of(attn_type=AttentionType.ENCODER_ONLY)
-    torch.testing.assert_close(*engine.step(layer, (20, 33)))
+def bidirectional(engine, q, new, window):
+    """The new tokens of each request in fp64, over the cache of SGLang's torch backend.
+
+    That backend itself ignores windows of such layers and one of the types.
+    """
+    cache = engine.backends[1].token_to_kv_pool.get_kv_buffer(0)
+    outs = []
+    for b, own in enumerate(q.double().split(new)):
+        slots = engine.rows.req_to_token[b + 1, : engine.lengths[b]].long()
+        k, v = (x[slots].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in cache)
+        keys = torch.arange(len(k))
+        distance = (keys[-len(own) :, None] - keys).abs()
+        scores = torch.einsum("qhd,khd->hqk", own, k) * DIM**-0.5
+        if window > -1:
+            scores = scores.masked_fill(distance > window, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outs).float().flatten(1)
+
+
+@pytest.mark.parametrize("window", [-1, 7])
+@pytest.mark.parametrize(
+    "attn_type", [AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL]
+)
+def test_bidirectional_attention(attn_type, window):
+    """As in SGLang's FlashAttention, windows of both types reach as far to the right."""
+    engine, layer = Engine(2), layer_of(attn_type=attn_type, sliding_window_size=window)
+    for new, mode in (
+        ((20, 33), ForwardMode.EXTEND), ((12, 9), ForwardMode.EXTEND), ((1, 10), ForwardMode.MIXED),
+        ((1, 1), ForwardMode.DECODE),
+    ):  # fmt: skip
+        q = normal(sum(new), HEADS, DIM, seed=engine.seed)
+        ours, _ = engine.step(layer, new, mode)
+        torch.testing.assert_close(ours, bidirectional(engine, q, new, window))
 
 
 def test_softcap_and_sinks():
@@ -189,6 +219,9 @@ def test_refusals():
         ({"use_mla_backend": True}, "MLA"), ({"server_args": speculative}, "speculative"),
         ({"model_config": wide}, "at most 256, got 512"), ({"model_config": crossed}, "cross"),
         ({"token_to_kv_pool": object()}, "MHATokenToKVPool, got object"),
+        ({"server_args": SimpleNamespace(dcp_size=2)}, "context parallelism"),
+        ({"server_args": SimpleNamespace(enable_prefill_cp=True)}, "context parallelism"),
+        ({"prefill_aware_swa": True, "sliding_window_size": 9}, "prefill_aware_swa.*fa3"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=why):
             SparseKAttnBackend(runner_of(pool, rows, 1, **changes))
@@ -198,6 +231,19 @@ def test_refusals():
         (layer_of(is_cross_attention=True), {}, "cross"),
         (layer_of(logit_cap=2.0, logit_capping_method="other"), {}, "tanh, not with other"),
         (layer_of(), {"k_rope": torch.zeros(1)}, "k_rope: not supported"),
+        (layer_of(attn_type="encoder_decoder"), {}, "type encoder_decoder"),
     ):
         with pytest.raises(NotImplementedError, match=why):
             engine.step(layer, (3,), **options)
+
+
+def test_layers_that_attend_within_chunks_are_refused():
+    """Those of Llama 4 with rotary embeddings; without chunks they are like any other."""
+    engine, layer = Engine(1), layer_of(use_irope=True)
+    torch.testing.assert_close(*engine.step(layer, (20,)))
+    runner = engine.runners[0]
+    runner.attention_chunk_size = 8
+    engine.backends[0] = SparseKAttnBackend(runner)
+    torch.testing.assert_close(*engine.step(layer_of(), (9,)))
+    with pytest.raises(NotImplementedError, match=r"chunks of 8 tokens.*fa3"):
+        engine.step(layer, (3,))

@@ -123,7 +123,7 @@ def formula(q, k, v, *, window=None, softcap=None, sinks=None, slopes=None, caus
         scores = scores - torch.tensor(slopes, dtype=q.dtype)[:, None, None] * (p - j).abs()
     seen = j <= p if causal else j >= 0
     if window:
-        seen = seen & (j > p - window)
+        seen = seen & ((p - j).abs() < window)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(q), 1)
@@ -219,9 +219,13 @@ def test_the_shape_of_a_cache_that_older_releases_ask_for():
     assert keys.shape == values.shape == (7, BLOCK, KV_HEADS, DIM)
 
 
-def test_bidirectional_attention():
-    engine = Engine(2)
-    engine.check(engine.step((20, 13), causal=False), causal=False)
+@pytest.mark.parametrize("window", [None, 5])
+def test_bidirectional_attention(window):
+    """Windows then reach as far to the right, as in vLLM's own backends; steps can alternate."""
+    engine = Engine(2, sliding_window=window)
+    for lengths in ((20, 13), (1, 9), (8, 8), (1, 1)):
+        engine.check(engine.step(lengths, causal=False), causal=False, window=window)
+        engine.check(engine.step(lengths), window=window)
 
 
 def test_fp8_cache():
@@ -547,7 +551,8 @@ def test_a_warm_up_makes_a_step_with_a_prompt_and_changes_nothing(options, monke
     )
     impl = engine.impl
     keys, values = impl._pages(engine.cache)
-    given = {"causal": True, "window": impl.window, "softcap": impl.softcap, "scale": impl.scale}
+    window = impl._window(causal=True)
+    given = {"causal": True, "window": window, "softcap": impl.softcap, "scale": impl.scale}
     table = torch.zeros(4, 1000, dtype=torch.int32)
     impl._warm_up(torch.zeros(1, HEADS, DIM), keys, values, table, given)
     (call,) = calls

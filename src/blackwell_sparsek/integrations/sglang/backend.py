@@ -23,6 +23,8 @@ from ...ragged.api import attention_varlen
 FP8 = torch.float8_e4m3fn
 # What SGLang fills in for requests that only pad a graph.
 PADDED_LENGTH = 1
+# Types of layers whose queries also see the keys after them.
+BIDIRECTIONAL = (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL)
 
 
 @dataclass
@@ -50,6 +52,7 @@ class SparseKAttnBackend(AttentionBackend):
         self.token_to_kv_pool = pool
         self.page_size: int = model_runner.page_size
         self.context_len: int = model_runner.model_config.context_len
+        self.chunk_size: int | None = getattr(model_runner, "attention_chunk_size", None)
         self.forward_metadata: StepTables | None = None
         self.graph_tables: StepTables | None = None
 
@@ -145,7 +148,7 @@ class SparseKAttnBackend(AttentionBackend):
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata comes first"
         sinks = options.pop("sinks", None)
-        refuse_layer(layer, options)
+        refuse_layer(layer, options, self.chunk_size)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             loc = KVWriteLoc(forward_batch.out_cache_loc, None)
@@ -154,14 +157,14 @@ class SparseKAttnBackend(AttentionBackend):
             x.unflatten(0, (-1, self.page_size)) for x in pool.get_kv_buffer(layer.layer_id)
         )
         is_fp8 = keys.dtype == FP8
+        causal, window = visible(layer, forward_batch.forward_mode)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = queries.new_empty((*queries.shape[:2], layer.v_head_dim))
         arguments: dict[str, Any] = {
             "cache_seqlens": step.seq_lens,
             "page_table": step.page_table,
-            "causal": layer.attn_type != AttentionType.ENCODER_ONLY,
-            # keys before a query's own
-            "window": (layer.sliding_window_size, 0) if layer.sliding_window_size > -1 else None,
+            "causal": causal,
+            "window": window,
             "scale": layer.scaling,
             "softcap": layer.logit_cap or None,
             "sinks": sinks,
@@ -180,6 +183,17 @@ class SparseKAttnBackend(AttentionBackend):
         return out.flatten(1)
 
 
+def visible(layer: Any, mode: Any) -> tuple[bool, tuple[int, int] | None]:
+    """`causal`, and the window: how many keys before and after its own a query sees.
+
+    As in SGLang's FlashAttention, windows without causality are symmetric. The new token of a
+    request that decodes is its last, so no key follows it.
+    """
+    causal = mode.is_decode() or layer.attn_type not in BIDIRECTIONAL
+    reach = layer.sliding_window_size
+    return causal, (reach, 0 if causal else reach) if reach > -1 else None
+
+
 def _longest(forward_batch: Any) -> int:
     """The most keys of a request, from the lengths that SGLang keeps on the host."""
     return int(forward_batch.seq_lens_cpu.max()) if len(forward_batch.seq_lens_cpu) else 0
@@ -191,8 +205,19 @@ def refuse_runner(runner: Any, pool: Any) -> None:
         raise NotImplementedError("multi-head latent attention (MLA) is not supported")
     if runner.model_config.is_encoder_decoder:
         raise NotImplementedError("cross attention of encoder-decoder models is not supported")
-    if getattr(runner.server_args, "speculative_algorithm", None) is not None:
+    args = runner.server_args
+    if getattr(args, "speculative_algorithm", None) is not None:
         raise NotImplementedError("speculative decoding is not supported")
+    if getattr(args, "dcp_size", 1) > 1 or getattr(args, "enable_prefill_cp", False):
+        raise NotImplementedError(
+            "context parallelism (--dcp-size, --enable-prefill-cp) is not supported"
+        )
+    # models whose new tokens see all of the prompt, and a window of what follows it
+    if getattr(runner, "prefill_aware_swa", False) and (runner.sliding_window_size or -1) > -1:
+        raise NotImplementedError(
+            "sliding windows beside the whole prompt (prefill_aware_swa) are not supported: "
+            "use --attention-backend fa3"
+        )
     if type(pool) is not MHATokenToKVPool:
         raise NotImplementedError(
             f"needs keys and values in one MHATokenToKVPool, got {type(pool).__name__}: hybrid "
@@ -209,13 +234,20 @@ def refuse_mode(mode: Any) -> None:
         raise NotImplementedError(f"steps of the kind {mode.name} are not supported")
 
 
-def refuse_layer(layer: Any, options: dict[str, Any]) -> None:
+def refuse_layer(layer: Any, options: dict[str, Any], chunk_size: int | None) -> None:
     """Raise for layers and arguments that this backend would have to ignore."""
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise NotImplementedError(f"{', '.join(given)}: not supported by this backend")
     if layer.is_cross_attention:
         raise NotImplementedError("cross attention is not supported")
+    if layer.attn_type not in (AttentionType.DECODER, *BIDIRECTIONAL):
+        raise NotImplementedError(f"attention of the type {layer.attn_type} is not supported")
+    if layer.use_irope and chunk_size is not None:
+        raise NotImplementedError(
+            f"attention within chunks of {chunk_size} tokens (use_irope, attention_chunk_size) is "
+            "not supported: use --attention-backend fa3"
+        )
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise NotImplementedError(
             f"logits are capped with tanh, not with {layer.logit_capping_method}"

@@ -387,9 +387,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         self.head_size = head_size
         self.scale: float = float(scale)
         self.num_kv_heads: int = num_heads if num_kv_heads is None else num_kv_heads
-        self.window: tuple[int, int] | None = (
-            None if sliding_window is None else (sliding_window - 1, 0)
-        )
+        self.sliding_window: int | None = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap: float | None = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -433,10 +431,17 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
             v_scale=v_scale,
         )
 
+    def _window(self, causal: bool) -> tuple[int, int] | None:
+        """Keys before and after a query's own; without causality vLLM's windows are symmetric."""
+        if self.sliding_window is None:
+            return None
+        reach = self.sliding_window - 1
+        return reach, 0 if causal else reach
+
     def _updated_summaries(self, keys: torch.Tensor, step: SparseKMetadata) -> PageSummaries | None:
         """Summaries with the new tokens of a step; None where all of the cache is read."""
         sparse = step.sparse
-        if sparse is None or self.window is not None:
+        if sparse is None or self.sliding_window is not None:
             return None
         if self.summaries is None or self.summaries.low.shape[0] != keys.shape[0]:
             size = keys.shape[1]
@@ -552,7 +557,7 @@ class SparseKImpl(AttentionImpl[SparseKMetadata]):
         out = output[:tokens].view(tokens, self.num_heads, self.head_size)
         options: dict[str, Any] = {
             "causal": attn_metadata.causal,
-            "window": self.window,
+            "window": self._window(attn_metadata.causal),
             "scale": self.scale,
             "softcap": self.softcap,
             "sinks": self.sinks,
