@@ -5,7 +5,7 @@ limit: a problem of each kind is put to the functions that a call asks too.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from ..attention.sm90 import tuning as attention_sm90
 from ..attention.triton import tuning as attention_triton
 from ..calls.attention import AttnProblem
 from ..calls.decode import DecodeProblem
+from ..calls.fp8 import Fp8AttnProblem
 from ..calls.matmul import BsrProblem
 from ..core.arch import Arch
 from ..decode import tuning as decode
@@ -48,6 +49,13 @@ def attention_problem(arch: Arch, **changes: Any) -> AttnProblem:
     names = ("varlen", "banded", "softcap", "sinks")
     options: dict[str, Any] = dict.fromkeys(names, False) | {"mask_block": None, "tma": True}
     return replace(AttnProblem(arch, torch.bfloat16, **sizes, **options), **changes)
+
+
+def fp8_attention_problem(arch: Arch, **changes: Any) -> Fp8AttnProblem:
+    """The same in e4m3, but for `changes`."""
+    plain = attention_problem(arch, dtype=torch.float8_e4m3fn)
+    given = {field.name: getattr(plain, field.name) for field in fields(plain)}
+    return Fp8AttnProblem(**(given | changes))
 
 
 def decode_problem(arch: Arch, **changes: Any) -> DecodeProblem:

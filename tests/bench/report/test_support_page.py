@@ -78,6 +78,7 @@ def test_what_was_run_comes_from_all_results(tmp_path):
         (list(range(257, 513)), "257 to 512"),
         (list(range(8, 129, 8)), "8 to 128 in steps of 8"),
         ([64, 128, 256], "64, 128, 256"),
+        ([16, 32, 48, 64], "16 to 64 in steps of 16"),
         ([d for d in range(1, 257) if d > 128 or d % 8], "up to 256, except where listed"),
     ],
 )

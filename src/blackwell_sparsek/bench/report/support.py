@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from ...attention.fp8_op import fp8_dispatch
 from ...attention.inputs import MAX_HEAD_DIM
 from ...attention.op import backward_dispatch, forward_dispatch
 from ...core import compat
@@ -30,6 +31,7 @@ from ..support import (
     TIMED,
     attention_problem,
     decode_problem,
+    fp8_attention_problem,
     product_problem,
 )
 from .tables import table
@@ -112,10 +114,9 @@ def dims_in_words(dims: list[int]) -> str:
     'up to 6, except where listed'
     """
     first, last = dims[0], dims[-1]
-    if len(dims) > 2 and dims == list(range(first, last + 1)):
-        return f"{first} to {last}"
-    if len(dims) > 2 and dims == list(range(first, last + 1, 8)):
-        return f"{first} to {last} in steps of 8"
+    step = dims[1] - first if len(dims) > 2 else 0
+    if step and dims == list(range(first, last + 1, step)):
+        return f"{first} to {last}" + (f" in steps of {step}" if step > 1 else "")
     if len(dims) < 4:
         return ", ".join(map(str, dims))
     return f"up to {last}, except where listed"
@@ -130,6 +131,17 @@ def _attention_asks(dispatch: Dispatcher, backward: bool) -> dict[str, Ask]:
         return ask
 
     return {_dtype(x): asks(x) for x in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+def _fp8_attention_asks() -> dict[str, Ask]:
+    def asks(turned: bool) -> Ask:
+        def ask(arch: Arch, d: int, dv: int) -> str:
+            sizes: dict[str, Any] = {"head_dim": d, "head_dim_v": dv, "turned_values": turned}
+            return _chosen(fp8_dispatch, fp8_attention_problem(arch, **sizes))
+
+        return ask
+
+    return {f"{_dtype(FP8)}, transposed values": asks(True), _dtype(FP8): asks(False)}
 
 
 def _decode_asks() -> dict[str, Ask]:
@@ -294,6 +306,8 @@ Triton's interpreter on a CPU. **Nothing has been run on {never}**; the tiles ch
 are estimates. The committed results were measured with:"""
 _ATTENTION = """Forward. Head dims above {largest} raise an error. Where there are two head dims,
 they are those of keys and of values:"""
+_FP8 = """In fp8, forward alone. Values are transposed by `bsk.fp8.quantize(v, "channel",
+transposed=True)`:"""
 _DECODING = """Decoding from a KV cache, with head dims of up to {largest}. Head dims {latent[0]}
 and {latent[1]} are those of a latent cache (MLA), whose values are a view of its keys:"""
 _PRODUCTS = """These tables are for x @ W.T, with W [8192, 8192] and 22 % of its blocks stored, on
@@ -318,6 +332,7 @@ def support_page(folder: pathlib.Path) -> str:
     with as_if(max(TORCH_WITH)):
         forward = by_gpu(_attention_asks(forward_dispatch, backward=False), MAX_HEAD_DIM)
         backward = by_gpu(_attention_asks(backward_dispatch, backward=True), MAX_HEAD_DIM)
+        fp8 = by_gpu(_fp8_attention_asks(), MAX_HEAD_DIM)
         decoding = by_gpu(_decode_asks(), LARGEST_HEAD_DIM, LATENT_DIMS)
         features = feature_table()
         products = [
@@ -337,6 +352,8 @@ def support_page(folder: pathlib.Path) -> str:
         forward,
         "Backward:",
         backward,
+        _FP8,
+        fp8,
         _DECODING.format(largest=LARGEST_HEAD_DIM, latent=LATENT_DIMS),
         decoding,
         "## Attention by option",
