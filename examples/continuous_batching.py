@@ -33,6 +33,21 @@ class Request:
     pages: list[int] = field(default_factory=list)
     cached: int = 0
 
+    def __post_init__(self):
+        """Refuse what the loop would wait for without end: the last token is never fed back."""
+        room = min(PAGES * PAGE_SIZE, LONGEST)
+        total = len(self.prompt) + self.new - 1
+        if not self.prompt or self.new < 1 or total > room:
+            raise ValueError(
+                f"a request needs a prompt, and at most {room} tokens with what is generated but "
+                f"the last; got a prompt of {len(self.prompt)} and {self.new} to generate"
+            )
+
+    @property
+    def needed(self):
+        """Pages for all tokens that go through the model."""
+        return -(-(len(self.prompt) + self.new - 1) // PAGE_SIZE)
+
     @property
     def tokens(self):
         """Prompt and generated tokens."""
@@ -71,11 +86,10 @@ def schedule(running, waiting, free, step):
     budget = BUDGET - len(decoding)
     # admit what has arrived, as long as earlier prompts leave something and pages are free
     while waiting and waiting[0].arrival <= step and sum(r.left for r in prompts) < budget:
-        needed = -(-(len(waiting[0].prompt) + waiting[0].new) // PAGE_SIZE)
-        if needed > len(free):
+        if waiting[0].needed > len(free):
             break
         request = waiting.pop(0)
-        request.pages = [free.pop() for _ in range(needed)]
+        request.pages = [free.pop() for _ in range(request.needed)]
         running.append(request)
         prompts.append(request)
     batch = [(request, 1) for request in decoding]

@@ -64,6 +64,7 @@ MASK = BlockMask.from_dense(torch.ones(1, 1).bool(), 16, (5, 6))
         ((Q, K, V), {"block_mask": torch.ones(1)}, InvalidType, r"block_mask is not a block mask"),
         ((Q[:, :, :4], K, V), {"block_mask": MASK}, InvalidInput, r"was made for .*5, 6\]"),
         ((Q, K, V), {"deterministic": 1}, InvalidType, r"deterministic is not a bool"),
+        ((Q, K, V), {"return_lse": "yes"}, InvalidType, r"return_lse is not a bool"),
         ((Q, K, V), {"impl": "cuda"}, InvalidInput, r"impl is unknown; expected one of 'auto'"),
         ((Q, K, V), {"impl": "sm90"}, Unsupported, r"impl='sm90' cannot run this"),
     ],

@@ -115,6 +115,7 @@ def test_autocast_casts_queries_but_no_cache():
         ({"causal": 1}, "causal is not a bool"),
         ({"kv_blocks": torch.zeros(2, 2, 1).int()}, "kv_block_size is not an int"),
         ({"scale": "1"}, "scale is not a number"),
+        ({"return_lse": "yes"}, "return_lse is not a bool; expected bool, got str"),
     ],
 )
 def test_wrong_types(changes, words):

@@ -82,3 +82,18 @@ def test_runs_from_the_command_line():
         timeout=300,
     )
     assert result.stdout.startswith("step  0: ")
+
+
+@pytest.mark.parametrize("prompt, new", [(0, 3), (5, 0), (200, 58)])
+def test_requests_that_would_never_end(example, prompt, new):
+    """They are refused when they are made, not waited for."""
+    with pytest.raises(ValueError, match=f"at most 256 tokens .* prompt of {prompt} and {new} to"):
+        example.Request(0, [1] * prompt, new=new)
+
+
+def test_a_request_that_just_fits(example):
+    torch.manual_seed(2)
+    request = example.Request(0, torch.randint(example.VOCABULARY, (200,)).tolist(), new=57)
+    steps = list(example.serve(example.Model().eval(), [request], example.rotations()))
+    assert sum(map(sum, steps)) == example.LONGEST
+    assert len(request.generated) == 57

@@ -504,8 +504,6 @@ def test_fp8_queries_over_a_cache(form, paged, factors):
     ({"v_descale": torch.ones(1, 3, 2)}, InvalidInput, "v_descale has a wrong shape"),
     ({"k_descale": torch.ones(3, 2, dtype=torch.float64)}, InvalidType, "k_descale .*float32"),
     ({"q_descale": int32(2)}, InvalidType, "q_descale has an unsupported dtype"),
-    ({"v_descale": torch.ones(3, 2, requires_grad=True)}, InvalidInput, "v_descale requires"),
-    ({"k_descale": torch.ones(2, requires_grad=True)}, InvalidInput, "k_descale requires"),
     ({"q": torch.zeros(3, 1, 3, 16).to(E4M3), "q_descale": torch.ones(3, 2)}, InvalidInput,
      "q has a wrong number of heads; expected a multiple of 2"),
     ({"v_cache": quantised_cache()[1].half()}, InvalidType, "v_cache has another dtype than q"),
@@ -596,7 +594,11 @@ COS = torch.ones(40, 4)
     ({"k": NEW["k"], "cache_seqlens": 3}, InvalidInput, "v is missing"),
     ({"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3}, InvalidInput, "k is missing"),
     ({**NEW, "rotary_cos": COS, "cache_seqlens": 3}, InvalidInput, "rotary_sin is missing"),
-    ({**NEW, "cache_seqlens": 33}, InvalidInput, r"slot_mapping\[0\] is out of range"),
+    ({**NEW, "cache_seqlens": 33}, InvalidInput,
+     r"cache_seqlens\[0\] leaves no room for k and v; expected 0 to 32, for 1 more in the 33 s"),
+    ({"cu_seqlens_k_new": int32(0, 1, 2)}, InvalidInput, "cu_seqlens_k_new goes with k and v"),
+    ({"max_seqlen_q": 19}, InvalidInput, "max_seqlen_q goes with cu_seqlens_q"),
+    ({"return_softmax_lse": "yes"}, InvalidType, "return_softmax_lse is not a bool"),
     ({"k_descale": torch.ones(2, 2)}, Unsupported, "k_descale per sequence is supported with"),
     ({"window_size": 3}, InvalidInput, "window_size is malformed"),
     ({"window_size": (3.5, 0)}, InvalidInput, "window_size is malformed"),
@@ -640,7 +642,20 @@ NO_PAGES = {"page_table": TABLE[:, :0]}
      "cache_batch_idx"),
     ({"page_table": TABLE[:1]}, InvalidInput, r"page_table has a wrong shape; expected \[2, max_p"),
     ({"page_table": TABLE.float()}, InvalidType, "page_table"),
-    ({**NO_PAGES, "cache_seqlens": int32(0, 0)}, InvalidInput, r"slot_mapping\[0\] is out of"),
+    ({**NO_PAGES, "cache_seqlens": int32(0, 0)}, InvalidInput,
+     r"cache_seqlens\[0\] leaves no room for k and v; expected at most 0 new keys"),
+    ({"cache_seqlens": int32(5, 33)}, InvalidInput, r"cache_seqlens\[1\] leaves no room"),
+    ({"cache_seqlens": int32(-1, 5)}, InvalidInput, r"cache_seqlens\[0\] leaves no .* got -1"),
+    ({"cache_batch_idx": int32(0, 2)}, InvalidInput, r"cache_batch_idx\[1\] is out of range; "
+     "expected 0 to 1, got 2"),
+    ({"page_table": TABLE - 1}, InvalidInput,
+     r"block_table/page_table\[0, 0\] is out of range; expected 0 to 5, got -1"),
+    ({"page_table": TABLE + 6, "cache_seqlens": int32(12, 0)}, InvalidInput,
+     r"block_table/page_table\[0, 1\] is out of range; expected 0 to 5, got 6"),
+    ({**TURNS, "cache_seqlens": int32(5, 7), "rotary_seqlens": int32(3, 40)}, InvalidInput,
+     "rotary_cos does not reach all positions of k; expected rows for positions 3 to 40, got 40"),
+    ({**PACKED_NEW, "cu_seqlens_k_new": int32(0, 0, 2), "cache_seqlens": int32(90, 32)},
+     InvalidInput, r"cache_seqlens\[1\] leaves .*expected 0 to 31, for 2 more in the 33 slots"),
     ({"k": NEW["k"][:1]}, InvalidInput, r"k has a wrong shape; expected \[2, 1, 2, 16\]"),
     ({"v": NEW["v"][:1]}, InvalidInput, r"v has a wrong shape; expected \[2, 1, 2, 24\]"),
     ({**PACKED_NEW, "cu_seqlens_k_new": int32(0, 2)}, InvalidInput,
@@ -660,3 +675,148 @@ def test_numbers_are_checked_before_they_are_used(options, error, match):
     with pytest.raises(error, match=match):
         flash_attn_with_kvcache(q, *caches, **{**NEW, "cache_seqlens": int32(5, 7), **options})
     assert all(x.equal(y) for x, y in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize("options, match", [
+    ({"softmax_scale": "a"}, "softmax_scale is not a number"),
+    ({"softcap": -1.0}, "softcap is not positive"),
+    ({"learnable_sink": torch.zeros(3)}, r"learnable_sink has a wrong shape; expected \[4\]"),
+    ({"attention_chunk": -1}, "attention_chunk is too small"),
+    ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes has a wrong shape"),
+    ({"return_softmax_lse": 1}, "return_softmax_lse is not a bool"),
+])  # fmt: skip
+def test_errors_have_the_names_of_the_caller(options, match):
+    tensors = qkv(dtype=torch.float32)
+    with pytest.raises(InvalidInput, match=f"^flash_attn_func: {match}"):
+        flash_attn_func(*tensors, **options)
+    packed = [x.flatten(0, 1) for x in tensors]
+    with pytest.raises(InvalidInput, match=f"^flash_attn_varlen_func: {match}"):
+        flash_attn_varlen_func(*packed, int32(0, 38), int32(0, 66), 38, 66, **options)
+    with pytest.raises(InvalidInput, match=f"^flash_attn_with_kvcache: {match}"):
+        flash_attn_with_kvcache(*tensors, **options)
+
+
+def test_errors_about_caches_have_the_names_of_the_caller():
+    q, k, v = qkv()
+    with pytest.raises(InvalidInput, match=r"^flash_attn_with_kvcache: k_cache/v_cache do not"):
+        flash_attn_with_kvcache(q, k[:1], v)
+    odd = {"rotary_cos": torch.ones(40, 4), "rotary_sin": torch.ones(41, 4)}
+    with pytest.raises(InvalidInput, match=r"^flash_attn_with_kvcache: rotary_sin has a wrong"):
+        flash_attn_with_kvcache(q, k, v, **NEW, **odd, cache_seqlens=3)
+    pages = [x.reshape(6, 11, *x.shape[2:]) for x in (k, v)]
+    over = {"cu_seqlens_q": int32(0, 19, 38), "max_seqlen_q": 19}
+    for options, match in (
+        ({"seqused_k": int32(3)}, r"seqused_k has a wrong shape; expected \[2\]"),
+        ({"seqused_k": int32(3, 30)}, r"seqused_k\[1\] is out of range; expected 0 to 22"),
+        ({"seqused_k": int32(3, 5), "page_table": TABLE + 6},
+         r"block_table/page_table\[0, 0\] is out of range"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=f"^flash_attn_varlen_func: {match}"):
+            flash_attn_varlen_func(
+                q.flatten(0, 1), *pages, **over, **{"page_table": TABLE, **options}
+            )
+
+
+def test_queries_over_a_cache_that_want_a_gradient():
+    """The results are there, with or without new keys; only a backward raises."""
+    q, *caches = qkv()
+    turned = {"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": 3, "causal": True}
+    new = {name: x + 1 for name, x in NEW.items()}
+    for options in ({}, {**new, **turned}):
+        plain, asking = ([x.clone() for x in caches] for _ in range(2))
+        want, want_lse = flash_attn_with_kvcache(q, *plain, **options, return_softmax_lse=True)
+        given = {name: x.clone().requires_grad_() for name, x in new.items() if name in options}
+        leaf = q.clone().requires_grad_()
+        options = {**options, **given}
+        out, lse = flash_attn_with_kvcache(leaf, *asking, **options, return_softmax_lse=True)
+        assert out.equal(want) and lse.equal(want_lse)
+        assert all(x.equal(y) for x, y in zip(asking, plain, strict=True))
+        for result in (out, lse):
+            with pytest.raises(Unsupported, match="read from a KV cache has no gradient"):
+                result.sum().backward(retain_graph=True)
+    factor = {"k_descale": torch.ones(2, requires_grad=True)}
+    k, v = quantised_cache()
+    for alone in (
+        flash_attn_with_kvcache(q.clone().requires_grad_(), *caches),
+        flash_attn_with_kvcache(torch.zeros(3, 1, 4, 16).to(E4M3), k, v, **factor),
+    ):
+        with pytest.raises(Unsupported, match="read from a KV cache has no gradient"):
+            alone.sum().backward()
+
+
+USED = {"seqused_q": int32(19, 7), "seqused_k": int32(33, 20)}
+
+
+@pytest.mark.parametrize("packed", ["", "q", "k"])
+@pytest.mark.parametrize("used", [{}, USED])
+def test_varlen_of_tensors_that_are_not_packed(packed, used):
+    """As in flash-attn 4: without offsets, each row of tokens is a sequence."""
+    q, k, v = qkv()
+    out = torch.full((2, 19, 4, 24), torch.nan, dtype=DOUBLE)
+    given, options = [q, k, v], {"causal": True, **used, "return_lse": True}
+    if packed == "q":
+        given[0], options["cu_seqlens_q"] = q.flatten(0, 1), int32(0, 19, 38)
+        out = out.flatten(0, 1)
+    if packed == "k":
+        given[1:], options["cu_seqlens_k"] = [x.flatten(0, 1) for x in (k, v)], int32(0, 33, 66)
+    result, lse = flash_attn_varlen_func(*given, **options, out=out)
+    assert result is out
+    fresh, fresh_lse = flash_attn_varlen_func(*given, max_seqlen_q=19, max_seqlen_k=33, **options)
+    assert fresh.equal(out) and fresh_lse.equal(lse)
+    if packed == "q":
+        assert lse.shape == (4, 38)
+        out, lse = out.unflatten(0, (2, 19)), lse.unflatten(1, (2, 19)).transpose(0, 1)
+    assert lse.shape == (2, 4, 19)
+    for b, (rows, keys) in enumerate(((19, 33), (7, 20) if used else (19, 33))):
+        want, want_lse = formula(q[b, :rows], k[b, :keys], v[b, :keys], causal=True)
+        torch.testing.assert_close(out[b, :rows], want)
+        torch.testing.assert_close(lse[b, :, :rows].to(DOUBLE), want_lse)
+        assert out[b, rows:].eq(0).all()
+
+
+def test_gradients_of_tensors_that_are_not_packed():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    cotangent = normal(2, 19, 4, 24, seed=9, dtype=DOUBLE)
+    made = [
+        torch.autograd.grad((function(q, k, v, causal=True) * cotangent).sum(), (q, k, v))
+        for function in (flash_attn_varlen_func, flash_attn_func)
+    ]
+    for got, want in zip(*made, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_varlen_over_pages_of_queries_that_are_not_packed():
+    q, k, v = qkv(sk=32)
+    pages = [x.reshape(4, 16, *x.shape[2:]) for x in (k, v)]
+    table, lengths = int32(0, 1, 2, 3).view(2, 2), int32(32, 20)
+    out, lse = flash_attn_varlen_func(
+        q, *pages, seqused_k=lengths, page_table=table, causal=True, return_lse=True
+    )
+    assert lse.shape == (2, 4, 19)
+    for b, n in enumerate(lengths.tolist()):
+        want, want_lse = formula(q[b], k[b, :n], v[b, :n], causal=True)
+        torch.testing.assert_close(out[b], want)
+        torch.testing.assert_close(lse[b].to(DOUBLE), want_lse)
+
+
+def test_longest_lengths_are_optional():
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+    offsets = int32(0, 5, 38), int32(0, 40, 66)
+    want = flash_attn_varlen_func(q, k, v, *offsets, 33, 40, causal=True)
+    assert flash_attn_varlen_func(q, k, v, *offsets, causal=True).equal(want)
+
+
+@pytest.mark.parametrize("change, options, match", [
+    (lambda q, k, v: (q.flatten(0, 1), k, v), {}, r"cu_seqlens_q is missing; expected int32 \[B"),
+    (lambda q, k, v: (q, k.flatten(0, 1), v), {}, "cu_seqlens_k is missing"),
+    (lambda q, k, v: (q, k, v[:, :5]), {}, r"v has a wrong shape; expected \[2, 33, 2, 24\]"),
+    (lambda q, k, v: (q, k[:1], v[:1]), {}, r"q/k have different batch sizes; .*\[2, 1\]"),
+    (lambda q, k, v: (q, k, v), {"max_seqlen_q": 18}, "max_seqlen_q is too small; expected at l"),
+    (lambda q, k, v: (q, k, v), {"max_seqlen_k": 3.0}, "max_seqlen_k is not an int"),
+    (lambda q, k, v: (q[:, :9], k, v), {}, r"q has gaps between sequences; .*call .contiguous"),
+    (lambda q, k, v: (q, k, v), {"out": torch.zeros(38, 4, 24)}, "out has a wrong rank"),
+    (lambda q, k, v: (q, k, v), {"scheduler_metadata": 1}, "scheduler_metadata is not supported"),
+])  # fmt: skip
+def test_refusals_of_tensors_that_are_not_packed(change, options, match):
+    with pytest.raises((InvalidInput, Unsupported), match=f"^flash_attn_varlen_func: {match}"):
+        flash_attn_varlen_func(*change(*qkv()), **options)

@@ -221,6 +221,8 @@ def int32(*numbers):
     ({"chunk": 2.0}, InvalidType, "chunk is not an int"),
     ({"max_seqlen_q": -1}, InvalidInput, "max_seqlen_q is too small"),
     ({"batch_invariant": 1}, InvalidType, "batch_invariant is not a bool"),
+    ({"deterministic": "a"}, InvalidType, "deterministic is not a bool; expected bool or None"),
+    ({"return_lse": "yes"}, InvalidType, "return_lse is not a bool"),
     ({"kv_block_size": 4}, InvalidInput, "kv_block_size goes with kv_blocks"),
     ({"kv_blocks": torch.zeros(3, 2, 1, dtype=torch.int32)}, InvalidType, "kv_block_size is not"),
     ({"k_scale": torch.ones(())}, InvalidInput, "k_scale scales a cache that is not"),

@@ -181,6 +181,7 @@ TABLE = torch.zeros(1, 2, dtype=torch.int32)
         ({"impl": "sm90"}, bsk.Unsupported, "cannot run this: needs sm_90, this is cpu"),
         ({"impl": "fast"}, bsk.InvalidInput, "impl is unknown"),
         ({"deterministic": 1}, bsk.InvalidType, "deterministic is not a bool"),
+        ({"return_lse": "yes"}, bsk.InvalidType, "return_lse is not a bool"),
         ({"cu_seqlens_q": OFFSETS}, bsk.InvalidInput, "belong together.*only cu_seqlens_q"),
         ({"page_table": TABLE}, bsk.InvalidInput, "belong together.*only page_table"),
         ({"softcap": -1.0}, bsk.InvalidInput, "softcap is not positive"),

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..calls.attention import AttentionCall, returned
-from ..core.checks import check_choice, message
+from ..core.checks import check_choice, check_flag, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, Unsupported
 from ..launch.replay import Cache, record, repeat
@@ -168,7 +168,8 @@ def attention(
     softcap : float, optional
         Scores become `softcap * tanh(score / softcap)`, after the scale and before the mask.
     sinks : float `[Hq]`, optional
-        One logit per head that is added to the softmax denominator and has no value.
+        One logit per head that is added to the softmax denominator and has no value. The lse of a
+        query that sees no key is then its sink.
     alibi_slopes : fp32 `[Hq]` or `[B, Hq]`, optional
         `slope * |position - key|` is subtracted from the scores, after the softcap.
     bias : fp16, bf16, fp32 or fp64 `[B|1, Hq|1, Sq, Sk]`, optional
@@ -228,6 +229,7 @@ def attention(
     if key_gate is not None:
         op = "attention"
         check_choice(op, "impl", impl, IMPLS)
+        check_flag(op, "return_lse", return_lse)
         gated = gated_call(
             *(op, q, k, v, key_gate),
             causal=causal,
@@ -253,6 +255,7 @@ def attention(
         op = "attention"
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, bias=bias, out=out)
         check_choice(op, "impl", impl, IMPLS)
+        check_flag(op, "return_lse", return_lse)
         scales = (q_descale, k_descale, v_descale)
         fp8_options = (causal, window, scale, softcap, out_dtype, impl)
         fp8_inputs = (q, k, v, *scales, sinks)
@@ -293,6 +296,7 @@ def attention(
         check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2], k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
         check_choice(op, "impl", impl, IMPLS)
+        check_flag(op, "return_lse", return_lse)
         call = checked_call(
             op,
             q,
@@ -393,6 +397,7 @@ def attention_packed(
         op = "attention_varlen"
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, out=out)
         check_choice(op, "impl", impl, IMPLS)
+        check_flag(op, "return_lse", return_lse)
         check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
         fp8_results = attend_fp8(
@@ -432,6 +437,7 @@ def attention_packed(
         check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k, k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
         check_choice(op, "impl", impl, IMPLS)
+        check_flag(op, "return_lse", return_lse)
         call = checked_call(
             op,
             q,

@@ -7,7 +7,7 @@ import torch
 from ..attention.inputs import overlaps
 from ..calls.attention import returned
 from ..calls.decode import values_are_keys
-from ..core.checks import check_choice
+from ..core.checks import check_choice, check_flag
 from ..core.env import IMPLS
 from ..launch.replay import record, repeat
 from .inputs import autocast_queries, check_decode_values, decode_call, refuse_gradients
@@ -129,7 +129,8 @@ def attention_decode(
         Its strides can differ from those of k_cache; both can be views of one tensor. For a latent
         cache (MLA with absorbed weights) it is `k_cache[..., :512]` of keys with D 576.
     cache_seqlens : int32 `[B]`
-        Keys of each sequence, at most S or `max_pages * page_size`; 0 gives output 0, lse -inf.
+        Keys of each sequence, at most S or `max_pages * page_size`. 0 gives output 0, and an lse of
+        -inf, or of the sink.
     page_table : int32 or int64 `[B, max_pages]`, optional
         Page j of sequence b is `k_cache[page_table[b, j]]`. Entries that are past the length,
         before a window or not listed are not read. Page sizes that divide 64 or are a multiple of
@@ -193,6 +194,7 @@ def attention_decode(
     results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         check_choice(op, "impl", impl, IMPLS)
+        check_flag(op, "return_lse", return_lse)
         call = decode_call(
             op,
             autocast_queries(op, q),

@@ -6,10 +6,10 @@ import torch
 
 from ..attention.api import attention_packed
 from ..attention.fp8_inputs import is_fp8_call
-from ..attention.inputs import overlaps
+from ..attention.inputs import is_deterministic, overlaps
 from ..calls.attention import returned
 from ..calls.ragged import RaggedCall
-from ..core.checks import check_choice, check_tensor, is_differentiated_by_func, message
+from ..core.checks import check_choice, check_flag, check_tensor, is_differentiated_by_func, message
 from ..core.env import IMPLS
 from ..core.errors import InvalidInput, Unsupported
 from ..core.torch_state import cast_operand
@@ -210,7 +210,7 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : int
         At least the longest length. `max_seqlen_k` is optional with a cache.
     cache_seqlens : int32 `[B]`, optional
-        Keys of each sequence in the cache; 0 gives output 0, lse -inf.
+        Keys of each sequence in the cache; 0 gives output 0, and an lse of -inf, or of the sink.
     page_table : int32 or int64 `[B, max_pages]`, optional
         Page j of sequence b is `k[page_table[b, j]]`. Entries past the length or outside of the
         band are not read.
@@ -385,6 +385,7 @@ def attention_varlen(
     if results is None:
         _refuse_others(block_mask, deterministic)
         check_choice(OP, "impl", impl, IMPLS)
+        check_flag(OP, "return_lse", return_lse)
         check_tensor(OP, "q", q)
         if cu_seqlens_k is not None:
             # operands like q; caches are never cast
@@ -464,11 +465,10 @@ def _results(call: RaggedCall, impl: str, out: torch.Tensor | None) -> tuple[tor
 
 
 def _refuse_others(block_mask: Any, deterministic: Any) -> None:
+    """Check what is about other keys, or about gradients."""
     if block_mask is not None:
         raise Unsupported(
             f"{OP}: block_mask goes with packed keys and none of the options of caches; use "
             "kv_blocks, or pass keys with cu_seqlens_k alone"
         )
-    if deterministic not in (None, True, False):
-        got = type(deterministic).__name__
-        raise InvalidInput(message(OP, "deterministic", "is not a bool", "bool or None", got))
+    is_deterministic(OP, deterministic)

@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 import torch
 
-from ..core.checks import check_choice
+from ..core.checks import check_choice, check_flag
 from ..core.env import IMPLS
 from ..masks.key_selection import KeySelection
 from .inputs import sparse_call
@@ -175,6 +175,7 @@ def sparse_attention(
     """
     op = "sparse_attention"
     check_choice(op, "impl", impl, IMPLS)
+    check_flag(op, "return_lse", return_lse)
     call = sparse_call(
         op,
         q,

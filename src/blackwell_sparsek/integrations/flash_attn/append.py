@@ -157,6 +157,10 @@ def append_new(
     slots = torch.where(there, page * size + slot % size, missing_slot)
     if new.exists is not None:
         slots = torch.where(new.exists, slots, -1)
+    # elsewhere looking at numbers would wait for the device
+    readable = slots.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable:
+        _check_room(op, k_cache, new, lengths, pages, rows, slot, slots)
     k_scale, v_scale = scales
     how = None if cos is None or sin is None else Rotary(cos, sin, interleaved)
     positions = None
@@ -164,6 +168,8 @@ def append_new(
         positions = slot
         if rotary_lengths is not None:
             positions = rotary_lengths.long()[new.sequence] + new.ordinal
+        if readable:
+            _check_angles(op, how, positions, new)
     return kv_append(
         k_cache,
         v_cache,
@@ -176,3 +182,54 @@ def append_new(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def _check_room(
+    op: str,
+    k_cache: torch.Tensor,
+    new: TokenPlaces,
+    lengths: torch.Tensor,
+    pages: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    slot: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Raise for the first token whose `slots` is none of the cache; `slot` is that of its sequence.
+
+    The error names what says where it goes: a length, a page or a row.
+    """
+    size = k_cache.shape[1]
+    outside = (slots == k_cache.shape[0] * size).nonzero()
+    if not len(outside):
+        return
+    token = int(outside[0])
+    b, at = int(new.sequence[token]), int(slot[token])
+    room = size if pages is None else size * pages.shape[1]
+    if not 0 <= at < room:
+        of_sequence = new.sequence == b
+        count = int((of_sequence if new.exists is None else of_sequence & new.exists).sum())
+        expected = f"0 to {room - count}, for {count} more in the {room} slots of the sequence"
+        if count > room:
+            expected = f"at most {room} new keys, the slots of the sequence"
+        problem = "leaves no room for k and v"
+        raise InvalidInput(message(op, f"cache_seqlens[{b}]", problem, expected, int(lengths[b])))
+    expected = f"0 to {k_cache.shape[0] - 1}"
+    if pages is None:
+        assert rows is not None
+        arg, got = f"cache_batch_idx[{b}]", int(rows[b])
+    else:
+        page = at // size
+        arg, got = f"block_table/page_table[{b}, {page}]", int(pages[b, page])
+    raise InvalidInput(message(op, arg, "is out of range", expected, got))
+
+
+def _check_angles(op: str, rotary: Rotary, positions: torch.Tensor, new: TokenPlaces) -> None:
+    """Raise if a position of a new key has no angles."""
+    used = positions if new.exists is None else positions[new.exists]
+    if not used.numel() or not isinstance(rotary.cos, torch.Tensor) or rotary.cos.dim() != 2:
+        return
+    first, last = (int(x) for x in torch.aminmax(used))
+    if first < 0 or last >= rotary.cos.shape[0]:
+        arg, problem = "rotary_cos", "does not reach all positions of k"
+        expected = f"rows for positions {first} to {last}"
+        raise InvalidInput(message(op, arg, problem, expected, f"{rotary.cos.shape[0]} rows"))

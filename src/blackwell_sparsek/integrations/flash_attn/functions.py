@@ -1,13 +1,19 @@
 """The functions of flash-attn: their arguments, and which call of this package they are."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...attention.api import attention
 from ...attention.inputs import DTYPES
-from ...core.checks import check_dtype, check_rank, check_same_device, check_tensor, message
+from ...core.checks import (
+    check_dtype,
+    check_flag,
+    check_rank,
+    check_same_device,
+    check_tensor,
+    message,
+)
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
 from ...core.torch_state import cast_operand
@@ -24,8 +30,10 @@ from .append import (
     rows_of_table,
 )
 from .factors import Factors, WideQueries, check_factors, check_fp8, head_scale, wide_queries
+from .gradients import attached, want_gradients, without_gradients
+from .naming import OF_ATTENTION, OF_CACHES, OF_ROTARY, named_as
+from .packing import DENSE, check_one_batch, every, flattened, packed_sequences
 
-DENSE = "[B, S, H, D]"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 # What to use instead of an argument that is refused.
 INSTEAD = {
@@ -66,41 +74,6 @@ def _window(op: str, window_size: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-class _NoGradient(torch.autograd.Function):
-    """Results without a gradient: only asking for it raises, as in flash-attn."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, reason: str, out: torch.Tensor, lse: torch.Tensor, *inputs: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pass the results on."""
-        ctx.reason = reason
-        return out.view_as(out), lse.view_as(lse)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Refuse."""
-        raise Unsupported(ctx.reason)
-
-
-def _attached(
-    reason: str, call: Callable[[], tuple[torch.Tensor, torch.Tensor]], *inputs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of a call that has no gradients; for inputs that want one, it is refused later."""
-    if not _want_gradients(*inputs):
-        return call()
-    with torch.no_grad():
-        out, lse = call()
-    attached: tuple[torch.Tensor, torch.Tensor] = _NoGradient.apply(reason, out, lse, *inputs)
-    return attached
-
-
-def _want_gradients(*inputs: Any) -> bool:
-    """Whether autograd records any of these; None is absent, and others are checked elsewhere."""
-    given = (x for x in inputs if isinstance(x, torch.Tensor))
-    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
-
-
 def _pages(
     op: str, block_table: torch.Tensor | None, page_table: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -113,12 +86,21 @@ def _pages(
     return block_table if page_table is None else page_table
 
 
+def _asks_for_lse(op: str, return_softmax_lse: Any, return_lse: Any) -> bool:
+    """flash-attn 2 and 3 call it the first, flash-attn 4 the second."""
+    check_flag(op, "return_softmax_lse", return_softmax_lse)
+    check_flag(op, "return_lse", return_lse)
+    asks: bool = return_softmax_lse or return_lse
+    return asks
+
+
 def _returned(out: torch.Tensor, lse: torch.Tensor, probs: bool, with_lse: bool) -> Result:
     if probs:
         return out, lse, None
     return (out, lse) if with_lse else out
 
 
+@named_as("flash_attn_func", {"attention": OF_ATTENTION, "attention_varlen": OF_ATTENTION})
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -213,10 +195,10 @@ def flash_attn_func(
     not_in_fp8 = {"attention_chunk": attention_chunk or None, "alibi_slopes": alibi_slopes}
     descales = _descales(op, q, (q_descale, k_descale, v_descale), not_in_fp8)
     window = _window(op, window_size)
-    with_lse = return_softmax_lse or return_lse
+    with_lse = _asks_for_lse(op, return_softmax_lse, return_lse)
     learned = (q, k, v, learnable_sink)
     # the kernels for caches know slopes too, but no gradients
-    if not attention_chunk and (alibi_slopes is None or _want_gradients(*learned)):
+    if not attention_chunk and (alibi_slopes is None or want_gradients(*learned)):
         out, lse = attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -241,7 +223,7 @@ def flash_attn_func(
             # passed as a cache, which autocast leaves alone
             cast_operand(k).transpose(1, 2),
             cast_operand(v).transpose(1, 2),
-            _every(batch, sq, q.device),
+            every(batch, sq, q.device),
             max_seqlen_q=sq,
             cache_seqlens=torch.full((batch,), sk, dtype=torch.int32, device=q.device),
             causal=causal,
@@ -255,24 +237,23 @@ def flash_attn_func(
             **descales,
         )
 
-    out, lse = _attached(f"{op}: attention_chunk has no gradient", in_chunks, *learned)
+    out, lse = attached(f"{op}: attention_chunk has no gradient", in_chunks, *learned)
     out, lse = out.view(batch, sq, *out.shape[1:]), lse.view(q.shape[2], batch, sq).transpose(0, 1)
     return _returned(out, lse, return_attn_probs, with_lse)
 
 
-def _every(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """Offsets of sequences of one length."""
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
+@named_as(
+    "flash_attn_varlen_func",
+    {"attention_varlen": {**OF_ATTENTION, "cache_seqlens": "seqused_k"}},
+)
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -305,6 +286,9 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     return_lse: bool = False,
     min_seqlen_k: int | None = None,
+    seqlen_k_per_split: int | None = None,
+    scheduler_metadata: Any = None,
+    disable_scheduler_metadata: bool = False,
     out: torch.Tensor | None = None,
 ) -> Result:
     """Attention within packed sequences; see `flash_attn_func` for the options.
@@ -315,15 +299,17 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q, k, v : `[Tq, Hq, D]`, `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]`
-        With a page table k and v are `[pages, page_size, Hkv, D | Dv]`.
-    cu_seqlens_q, cu_seqlens_k : int32 `[B + 1]`
-        `cu_seqlens_k` may be None with pages and `seqused_k`.
-    max_seqlen_q, max_seqlen_k : int
+        Without their `cu_seqlens`, `[B, Sq, Hq, D]` and `[B, Sk, Hkv, D | Dv]`, with one sequence
+        after another. With a page table k and v are `[pages, page_size, Hkv, D | Dv]`.
+    cu_seqlens_q, cu_seqlens_k : int32 `[B + 1]`, optional
+        See q. Pages need one of `cu_seqlens_k` and `seqused_k`.
+    max_seqlen_q, max_seqlen_k : int, optional
+        At least the longest length; all tokens by default. A close number takes less time.
     block_table, page_table : int32 `[B, max_pages]`, optional
         The same under the names of flash-attn 2 and 3.
     seqused_q, seqused_k : int32 `[B]`, optional
         How many queries and keys of each sequence are used.
-    out : `[Tq, Hq, Dv]`, optional
+    out : as q, with Dv in place of D, optional
         Where to write the output.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic :
         As in `flash_attn_func`, like all others.
@@ -333,13 +319,15 @@ def flash_attn_varlen_func(
         See above.
     aux_tensors, aux_scalars, gather_kv_indices, return_softmax_lse, return_lse :
         See above.
-    min_seqlen_k : int, optional
-        Accepted without effect: it tunes kernels of flash-attn.
+    scheduler_metadata :
+        Refused unless absent.
+    min_seqlen_k, seqlen_k_per_split, disable_scheduler_metadata :
+        Accepted without effect: they tune kernels of flash-attn.
 
     Returns
     -------
-    out : `[Tq, Hq, Dv]`
-    lse : fp32 `[Hq, Tq]`
+    out : as q, with Dv in place of D
+    lse : fp32 `[Hq, Tq]`, or `[B, Hq, Sq]` for queries that are not packed
 
     Raises
     ------
@@ -366,6 +354,7 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
         gather_kv_indices=gather_kv_indices,
+        scheduler_metadata=scheduler_metadata,
     )
     pages = _pages(op, block_table, page_table)
     cache_seqlens = None
@@ -380,26 +369,53 @@ def flash_attn_varlen_func(
             cache_seqlens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     factors = Factors(q_descale, k_descale, v_descale)
     window = _window(op, window_size)
+    with_lse = _asks_for_lse(op, return_softmax_lse, return_lse)
+    queries = packed_sequences(
+        op,
+        {"q": q},
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("max_seqlen_q", max_seqlen_q),
+        seqused_q,
+    )
+    (packed_q,) = queries.tensors
+    if pages is None:
+        keys = packed_sequences(
+            op,
+            {"k": k, "v": v},
+            ("cu_seqlens_k", cu_seqlens_k),
+            ("max_seqlen_k", max_seqlen_k),
+            seqused_k,
+        )
+        packed_k, packed_v = keys.tensors
+        cu_seqlens_k, max_seqlen_k = keys.offsets, keys.longest
+        check_one_batch(op, queries, keys)
+    else:
+        packed_k, packed_v, cu_seqlens_k = k, v, None
+    into = out
+    if out is not None and queries.batch is not None:
+        check_tensor(op, "out", out)
+        check_rank(op, "out", out, DENSE)
+        into = flattened(op, "out", out)
 
     def packed() -> tuple[torch.Tensor, torch.Tensor]:
-        wide = WideQueries(q, None, None, None)
+        wide = WideQueries(packed_q, None, None, None)
         if pages is None:
             chunk = attention_chunk or None
             not_in_fp8 = {"attention_chunk": chunk, "alibi_slopes": alibi_slopes}
             not_in_fp8 |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
-            given = _descales(op, q, factors, not_in_fp8)
+            given = _descales(op, packed_q, factors, not_in_fp8)
         else:
             caches = {"k": k, "v": v}
-            _check_packed(op, q, cu_seqlens_q, caches)
-            wide = _wide(op, q, cu_seqlens_q, caches, factors)
+            _check_packed(op, packed_q, queries.offsets, caches)
+            wide = _wide(op, packed_q, queries.offsets, caches, factors)
             given = {"k_scale": wide.k_scale, "v_scale": wide.v_scale}
         made, lse = attention_varlen(
             wide.q,
-            k,
-            v,
-            cu_seqlens_q,
-            None if pages is not None else cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
+            packed_k,
+            packed_v,
+            queries.offsets,
+            cu_seqlens_k,
+            max_seqlen_q=queries.longest,
             max_seqlen_k=max_seqlen_k,
             cache_seqlens=cache_seqlens,
             page_table=pages,
@@ -413,7 +429,7 @@ def flash_attn_varlen_func(
             sinks=learnable_sink,
             alibi_slopes=alibi_slopes,
             deterministic=deterministic or None,
-            out=out,
+            out=into,
             return_lse=True,
             **given,
         )
@@ -429,13 +445,18 @@ def flash_attn_varlen_func(
     # a result in `out` cannot be attached: `attention_varlen` refuses inputs that want gradients
     if named and out is None:
         learned = (q, k, v, learnable_sink)
-        result, lse = _attached(f"{op}: {named[0]} has no gradient", packed, *learned)
+        result, lse = attached(f"{op}: {named[0]} has no gradient", packed, *learned)
     else:
         result, lse = packed()
-    with_lse = return_softmax_lse or return_lse
-    return _returned(result, lse, return_attn_probs, with_lse)
+    result, lse = queries.unpacked(result, lse)
+    return _returned(result if out is None else out, lse, return_attn_probs, with_lse)
 
 
+@named_as(
+    "flash_attn_with_kvcache",
+    {"attention_varlen": {**OF_ATTENTION, **OF_CACHES}, "kv_append": OF_ROTARY},
+)
+@without_gradients("flash_attn_with_kvcache: what is read from a KV cache has no gradient")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -472,7 +493,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Result:
-    """Append to a KV cache in place, then attend over it. There is no gradient.
+    """Append to a KV cache in place, then attend over it. A backward raises.
 
     Parameters
     ----------
@@ -549,9 +570,14 @@ def flash_attn_with_kvcache(
     if q.shape[-1] != k_cache.shape[-1]:
         got = f"{list(q.shape)} and {list(k_cache.shape)}"
         raise InvalidInput(message(op, "q/k_cache", "have different head dims", "one", got))
-    if ragged and max_seqlen_q is None:
-        expected = "an int with cu_seqlens_q"
-        raise InvalidInput(message(op, "max_seqlen_q", "is missing", expected, None))
+    if (max_seqlen_q is None) is ragged:
+        problem = "is missing" if ragged else "goes with cu_seqlens_q"
+        expected = "an int" if ragged else "None without cu_seqlens_q"
+        raise InvalidInput(message(op, "max_seqlen_q", problem, expected, max_seqlen_q))
+    if cu_seqlens_k_new is not None and k is None and v is None:
+        problem, expected = "goes with k and v", "None without them"
+        raise InvalidInput(message(op, "cu_seqlens_k_new", problem, expected, "a tensor"))
+    with_lse = _asks_for_lse(op, return_softmax_lse, False)
     batch = q.shape[0]
     if cu_seqlens_q is not None:
         check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, device=q.device)
@@ -567,7 +593,7 @@ def flash_attn_with_kvcache(
     else:
         longest = q.shape[1]
         queries = q.reshape(batch * longest, *q.shape[2:])
-        offsets = _every(batch, longest, q.device)
+        offsets = every(batch, longest, q.device)
     factors = Factors(q_descale, k_descale, v_descale)
     wide = _wide(op, queries, offsets, {"k_cache": k_cache, "v_cache": v_cache}, factors)
     queries = wide.q
@@ -638,7 +664,7 @@ def flash_attn_with_kvcache(
     if not ragged:
         out = out.view(batch, longest, *out.shape[1:])
         lse = lse.view(queries.shape[1], batch, longest).transpose(0, 1)
-    return _returned(out, lse, False, return_softmax_lse)
+    return _returned(out, lse, False, with_lse)
 
 
 def _check_packed(
