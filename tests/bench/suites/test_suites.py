@@ -74,6 +74,15 @@ def test_small_suites_run_here_and_nothing_of_ours_fails(name):
     assert all("times" in case["peers"]["bsk"] for case in document["cases"])
 
 
+def test_the_host_time_of_an_engine_is_measured():
+    suite = SUITES["host"]
+    names = ("step of an engine", "append with rotary")
+    cases = [case for case in suite.cases(True) if case.name in names]
+    document = run_suite(suite, cases, CPU, seconds=0.0)
+    assert [case["name"] for case in document["cases"]] == [*names]
+    assert failures(document) == []
+
+
 def test_the_founding_shapes():
     small = list(SUITES["attention_small"].cases(False))
     assert [case.problem["heads"] for case in small] == [8, 16, 32, 64, 96, 128]

@@ -17,14 +17,22 @@ from .decode import DECODE as DECODERS
 from .decode import Decode, DecodeInputs
 from .matmul import DENSE, Product, ProductInputs
 from .matmul import PEERS as PRODUCTS
+from .serving import APPENDS, STEPS, Append, AppendInputs, Step, StepInputs
 
 SDPA, MM = "sdpa", "mm"
 
 
-def _ours(inputs: AttentionInputs | DecodeInputs | ProductInputs) -> Contender:
-    if isinstance(inputs, AttentionInputs):
-        return ours.prepare(inputs)
-    return (DECODERS if isinstance(inputs, DecodeInputs) else PRODUCTS)[OURS].prepare(inputs)
+_OURS: dict[type, Peer] = {
+    AttentionInputs: ours,
+    DecodeInputs: DECODERS[OURS],
+    ProductInputs: PRODUCTS[OURS],
+    StepInputs: STEPS[OURS],
+    AppendInputs: APPENDS[OURS],
+}
+
+
+def _ours(inputs: Any) -> Contender:
+    return _OURS[type(inputs)].prepare(inputs)
 
 
 def _sdpa(inputs: AttentionInputs | DecodeInputs) -> Contender:
@@ -55,7 +63,7 @@ PEERS = {
 
 
 def host(tiny: bool = False) -> Iterator[Case]:
-    """Host time of small calls of attention, decoding and products."""
+    """Host time of small calls of attention, decoding, a step of an engine, and products."""
     dtype = dtype_of(tiny)
     variants: dict[str, Any] = {
         "": {},
@@ -68,12 +76,14 @@ def host(tiny: bool = False) -> Iterator[Case]:
     yield _case("attention, block mask", masked, SDPA)
     yield _case("decode", Decode(2, 256, 8, 2, 64, dtype=dtype), SDPA)
     yield _case("decode, pages of 16", Decode(2, 256, 8, 2, 64, 16, dtype))
+    yield _case("step of an engine", Step(2, 256, 1, 64, 8, 2, 64, 16, dtype))
+    yield _case("append with rotary", Append(64, 8, 2, 64, dtype))
     for linear in (False, True):
         product = Product(512, 512, 64, (64, 64), 0.25, dtype, linear)
         yield _case(f"matmul {product.describe()['order']}", product, MM)
 
 
-def _case(name: str, problem: Attention | Decode | Product, *peers: str) -> Case:
+def _case(name: str, problem: Attention | Decode | Step | Append | Product, *peers: str) -> Case:
     return Case(name, problem.describe(), problem.build, (OURS, *peers), modes=(HOST,))
 
 
