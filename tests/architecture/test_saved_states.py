@@ -37,6 +37,18 @@ def _paged():
     return cache
 
 
+def _latent():
+    cache = bsk.KVCache(2, 1, 10, 8, head_dim_v=6, latent=True)
+    cache.append(torch.ones(2, 1, 3, 8))
+    return cache
+
+
+def _latent_paged():
+    cache = bsk.PagedKVCache(6, 4, 1, 8, head_dim_v=6, latent=True, max_sequences=4, max_tokens=16)
+    cache.append(cache.add_sequences(2), torch.ones(2, 1, 6, 8), counts=[6, 3])
+    return cache
+
+
 def _selection():
     indices = torch.tensor([[[[2, 0], [1, -1]]]])
     return bsk.KeySelection.from_indices(indices, granularity=4, kv_len=10)
@@ -49,7 +61,9 @@ MAKERS = {
     "BlockMask": lambda: bsk.masks.causal((40, 50), 16),
     "KeySelection": _selection,
     "KVCache": _cache,
+    "KVCache of latents": _latent,
     "PagedKVCache": _paged,
+    "PagedKVCache of latents": _latent_paged,
 }
 
 
@@ -73,7 +87,7 @@ def _used(x):
     """Everything that follows the indices of a loaded object."""
     repr(x)
     if isinstance(x, bsk.KVCache):
-        x.append(*(torch.zeros_like(y[:, :, :1]) for y in (x.k, x.v)))
+        x.append(*(torch.zeros_like(y[:, :, :1]) for y in ((x.k,) if x.latent else (x.k, x.v))))
     elif isinstance(x, bsk.PagedKVCache):
         x.add_sequences(1)
     elif x.device.type == "meta":

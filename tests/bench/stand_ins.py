@@ -187,7 +187,8 @@ def attention_with_cache(q, k_cache, v_cache, cache_seqlens, page_table, causal)
     assert causal
     if page_table is not None:
         k_cache, v_cache = (x[page_table.long()].flatten(1, 2) for x in (k_cache, v_cache))
-    seen = torch.arange(k_cache.shape[1]) < cache_seqlens[:, None, None, None]
+    ends = cache_seqlens[:, None] - torch.arange(q.shape[1]).flip(0)
+    seen = torch.arange(k_cache.shape[1]) < ends[:, None, :, None]
     return _token_major(q, k_cache, v_cache, seen)
 
 

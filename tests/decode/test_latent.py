@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
-from blackwell_sparsek.calls.decode import values_are_keys
+from blackwell_sparsek.calls.decode import DecodeCall, values_are_keys
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.decode import api, eager, sm90_latent, triton
 from blackwell_sparsek.decode.tuning import (
@@ -19,7 +19,8 @@ from blackwell_sparsek.decode.tuning import (
     latent_launch,
 )
 from blackwell_sparsek.launch import launcher
-from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode
+from blackwell_sparsek.testing.decode_cases import CAUSAL, DecodeCase, check_decode
+from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.poison import poisoned_empty
 
 H200 = Arch("cuda", 90, 132, 232448, False)
@@ -54,6 +55,36 @@ def test_what_counts_as_a_view():
     assert not values_are_keys(k, k.view(torch.int32)[..., :512])
     meta = torch.empty(2, 1, 8, 576, device="meta")
     assert not values_are_keys(meta, meta[..., :512])
+
+
+@pytest.mark.parametrize("page_size", [None, 64, 16])
+def test_caches_of_one_memory_are_decoded_as_latent_ones(page_size):
+    """What `bsk.KVCache` and `bsk.PagedKVCache` hold, against the oracle and for the H200."""
+    lengths, q_len, sizes = [70, 3, 129], 3, {"head_dim_v": 512, "latent": True}
+    latents, q = (normal(3, h, n, 576, seed=h).half() for h, n in ((1, 129), (16, q_len)))
+    if page_size is None:
+        cache = bsk.KVCache(3, 1, 140, 576, dtype=torch.float16, **sizes)
+        cache.append(latents, counts=lengths)
+        where = {"cache_seqlens": cache.lengths}
+    else:
+        pages = 1 + 3 * -(-129 // page_size)
+        cache = bsk.PagedKVCache(pages, page_size, 1, 576, dtype=torch.float16, **sizes)
+        ids = cache.add_sequences(4)
+        # sequences in pages that do not follow each other
+        cache.append(ids, latents[:, :, :1].expand(3, 1, 1, 576)[[0, 0, 1, 2]], counts=[1, 0, 0, 0])
+        ids = [ids[2], ids[1], ids[3]]
+        cache.append(ids, latents, counts=lengths)
+        where = {"cache_seqlens": cache.lengths(ids), "page_table": cache.page_table(ids)}
+    call = DecodeCall(q, cache.k, cache.v, scale=576**-0.5, band=CAUSAL, **where)
+    on_hopper = dataclasses.replace(call.problem, arch=H200)
+    assert on_hopper.latent and on_hopper.tma
+    assert attn_decode_sm90_unsupported(on_hopper) is None
+    assert latent_launch(on_hopper).config.copies == {None: 1, 64: 1, 16: 4}[page_size]
+    out, lse = bsk.attention_decode(q, cache.k, cache.v, return_lse=True, **where)
+    check_decode(out, lse, call)
+    # values in memory of their own are not for this kernel
+    separate = dataclasses.replace(call, v_cache=cache.v.clone()).problem
+    assert attn_decode_sm90_unsupported(dataclasses.replace(separate, arch=H200)) is not None
 
 
 def test_when_the_hopper_kernel_takes_a_latent_cache():

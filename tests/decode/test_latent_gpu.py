@@ -7,9 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import blackwell_sparsek as bsk
+from blackwell_sparsek.calls.decode import DecodeCall
 from blackwell_sparsek.decode import sm90_latent, tuning
 from blackwell_sparsek.masks.band import Band
-from blackwell_sparsek.testing.decode_cases import DecodeCase, check_decode
+from blackwell_sparsek.testing.decode_cases import CAUSAL, DecodeCase, check_decode
+from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.poison import poisoned_empty
 
 pytestmark = pytest.mark.sm90
@@ -52,6 +55,32 @@ def check(case):
 )
 def test_lengths(paired, options):
     check(dataclasses.replace(MLA, **options))
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_caches_of_one_memory(page_size):
+    """What `bsk.KVCache` and `bsk.PagedKVCache` hold after two appends, by `impl="auto"`."""
+    sizes = {"head_dim_v": 512, "latent": True, "dtype": BRAIN, "device": "cuda"}
+    latents, more = (normal(2, 1, n, 576, seed=n, dtype=BRAIN, device="cuda") for n in (65, 2))
+    if page_size is None:
+        cache = bsk.KVCache(2, 1, 70, 576, **sizes)
+        cache.append(latents, counts=[65, 9])
+        cache.append(more)
+        where = {"cache_seqlens": cache.lengths}
+    else:
+        cache = bsk.PagedKVCache(5, page_size, 1, 576, **sizes)
+        ids = cache.add_sequences(2)[::-1]
+        cache.append(ids, latents, counts=[65, 9])
+        cache.append(ids, more)
+        where = {"cache_seqlens": cache.lengths(ids), "page_table": cache.page_table(ids)}
+    q = normal(2, 16, 2, 576, seed=3, dtype=BRAIN, device="cuda")
+    chosen = bsk.explain(bsk.attention_decode, q, cache.k, cache.v, **where)
+    assert chosen.chosen == "sm90"
+    out, lse = bsk.attention_decode(q, cache.k, cache.v, return_lse=True, **where)
+    where = {name: x.cpu() for name, x in where.items()}
+    k = cache.k.cpu()
+    exact = DecodeCall(q.cpu(), k, k[..., :512], scale=576**-0.5, band=CAUSAL, **where)
+    check_decode(out.cpu(), lse.cpu(), exact, score_roundings=576 // 16)
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 96])

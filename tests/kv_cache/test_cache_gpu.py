@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.cache import AppendCall
-from blackwell_sparsek.kv_cache.append import append_eager
+from blackwell_sparsek.kv_cache.append import _RECORDED, append_eager
 from blackwell_sparsek.kv_cache.append_kernel import launch_kv_append
 from blackwell_sparsek.testing import layouts
 from blackwell_sparsek.testing.kv_cases import append_case, assert_same_bits
@@ -106,6 +106,26 @@ def test_graph_follows_lengths_and_tables(page_size):
     assert torch.equal(case.cache_seqlens, lengths)
     assert_same_bits(case.k_cache, expected.k_cache)
     assert_same_bits(case.v_cache, expected.v_cache)
+
+
+@PAGED
+def test_latent_appends_are_replayed(page_size):
+    case = append_case([0, 40], 3, heads=1, dims=(576, 512), page_size=page_size,
+                       dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    case = case._replace(v_cache=case.k_cache[..., :512])
+    kept = len(_RECORDED)
+    for step in range(4):
+        # other tensors of the same sizes: a replay must not write the first ones again
+        k = torch.randn_like(case.k)
+        expected = case._replace(k=k, v=k[..., :512], k_cache=case.k_cache.clone())
+        append_eager(AppendCall(*expected._replace(v_cache=expected.k_cache[..., :512])))
+        where = {"cache_seqlens": case.cache_seqlens, "page_table": case.page_table}
+        bsk.kv_append(case.k_cache, case.v_cache, k, k[..., :512], **where)
+        assert_same_bits(case.k_cache, expected.k_cache)
+        if step == 2:
+            assert len(_RECORDED) == kept + 1 and list(_RECORDED.values())[-1] is not None
+    with pytest.raises(bsk.InvalidInput, match="v is not a view of k"):
+        bsk.kv_append(case.k_cache, case.v_cache, k, k[..., :512].clone(), **where)
 
 
 def test_contiguous_cache_in_a_graph():

@@ -27,6 +27,22 @@ def test_bytes_are_those_of_a_cache():
         assert bsk.kv_cache_bytes(150, dtype=dtype, **sizes) == cache.memory_bytes
 
 
+def test_latent_values_take_no_memory():
+    sizes = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+    for cache in (
+        bsk.KVCache(2, 1, 64, 576, head_dim_v=512, latent=True, dtype=torch.bfloat16),
+        bsk.PagedKVCache(2, 64, 1, 576, head_dim_v=512, latent=True, dtype=torch.bfloat16),
+    ):
+        assert bsk.kv_cache_bytes(128, layers=1, **sizes) == cache.memory_bytes == 128 * 576 * 2
+    for changes, error, text in (
+        ({"head_dim_v": None}, bsk.InvalidInput, "kv_cache_bytes: head_dim_v is missing"),
+        ({"latent": 1}, bsk.InvalidType, "kv_cache_bytes: latent is not a bool"),
+        ({"dtype": torch.float8_e4m3fn}, bsk.Unsupported, "dtype is not for latent caches"),
+    ):
+        with pytest.raises(error, match=text):
+            bsk.kv_cache_bytes(128, layers=1, **{**sizes, **changes})
+
+
 def test_fp8_halves_every_row():
     wide, narrow = bsk.kv_memory_table(), bsk.kv_memory_table(dtype=torch.float8_e4m3fn)
     for a, b in zip(wide, narrow, strict=True):

@@ -12,7 +12,7 @@ from blackwell_sparsek.testing.tolerance import assert_lse_within_budget, assert
 DEFAULTS = dict.fromkeys(
     (
         *("window", "sinks", "gate", "scale", "softcap", "cu_seqlens_q", "cu_seqlens_k"),
-        *("max_seqlen_q", "max_seqlen_k", "page_table", "cache_seqlens", "deterministic"),
+        *("max_seqlen_q", "max_seqlen_k", "page_table", "cache_seqlens", "deterministic", "out"),
     )
 )
 

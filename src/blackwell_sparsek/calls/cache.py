@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from ..core.arch import Arch, arch_of
+from .decode import values_are_keys
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class AppendCall:
         """The properties that the choice of an implementation depends on."""
         return _problem(self.k, self.k_cache, self.page_table)
 
+    @cached_property
+    def keys_hold_values(self) -> bool:
+        """Whether writing the keys writes the values too, as in a latent cache."""
+        return values_are_keys(self.k_cache, self.v_cache) and values_are_keys(self.k, self.v)
+
 
 @dataclass(frozen=True, eq=False)
 class SlotsCall:
@@ -77,6 +83,11 @@ class SlotsCall:
     def problem(self) -> CacheProblem:
         """The properties that the choice of an implementation depends on."""
         return CacheProblem(arch_of(self.k.device), self.k.dtype, self.k_cache.dtype, True)
+
+    @cached_property
+    def keys_hold_values(self) -> bool:
+        """Whether writing the keys writes the values too, as in a latent cache."""
+        return values_are_keys(self.k_cache, self.v_cache) and values_are_keys(self.k, self.v)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,10 +92,16 @@ class DecodeCall:
 
 def values_are_keys(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the values are a view of the first columns of the keys, and there are fewer."""
-    if k_cache.is_meta or k_cache.dtype != v_cache.dtype or k_cache.stride() != v_cache.stride():
+    if k_cache.is_meta or not values_lie_as_in_keys(k_cache, v_cache):
         return False
-    fewer = v_cache.shape[-1] < k_cache.shape[-1]
-    return fewer and k_cache.data_ptr() == v_cache.data_ptr()
+    return k_cache.data_ptr() == v_cache.data_ptr()
+
+
+def values_lie_as_in_keys(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the values have the dtype and strides of such a view, at whatever address."""
+    if k_cache.dtype != v_cache.dtype or k_cache.stride() != v_cache.stride():
+        return False
+    return v_cache.shape[-1] < k_cache.shape[-1]
 
 
 @dataclass(frozen=True)

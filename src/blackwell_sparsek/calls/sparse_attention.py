@@ -12,7 +12,7 @@ from ..core.errors import InvalidInput
 from ..masks.band import EVERYTHING, Band
 from ..masks.key_selection import KeySelection
 from ..masks.packed import check_cu_seqlens_values
-from .attention import tma_takes
+from .attention import empty_lse, empty_out, tma_takes
 from .decode import values_are_keys
 
 
@@ -118,6 +118,13 @@ class SparseAttentionCall:
     k: torch.Tensor
     v: torch.Tensor
     spec: SparseAttnSpec
+    out: torch.Tensor | None = None
+    """Where the output goes, written completely; None for a new tensor."""
+
+    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors that output and lse are written to."""
+        out = empty_out(self.q, self.v.shape[-1]) if self.out is None else self.out
+        return out, empty_lse(self.q)
 
     @cached_property
     def problem(self) -> SparseAttnProblem:

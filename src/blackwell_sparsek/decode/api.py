@@ -127,7 +127,8 @@ def attention_decode(
         dtype of q, or float8_e4m3fn. Slots past the lengths are not read.
     v_cache : as k_cache, with Dv in place of D
         Its strides can differ from those of k_cache; both can be views of one tensor. For a latent
-        cache (MLA with absorbed weights) it is `k_cache[..., :512]` of keys with D 576.
+        cache (MLA with absorbed weights) it is `k_cache[..., :512]` of keys with D 576, as in
+        `PagedKVCache(..., latent=True)`.
     cache_seqlens : int32 `[B]`
         Keys of each sequence, at most S or `max_pages * page_size`. 0 gives output 0, and an lse of
         -inf, or of the sink.

@@ -222,7 +222,7 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     ),
     **dict.fromkeys(("attn_bwd", "gated_attn_bwd"), _backward_flops),
     **dict.fromkeys(("attn_decode", "attn_decode_into", "attn_ragged"), _cached_flops),
-    "sparse_attn_fwd": _sparse_flops,
+    **dict.fromkeys(("sparse_attn_fwd", "sparse_attn_fwd_into"), _sparse_flops),
     "sparse_attn_bwd": _sparse_backward_flops,
     "select_keys": _select_flops,
     "topk_pages": _topk_flops,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..calls.cache import AppendCall
+from ..calls.decode import values_lie_as_in_keys
 from ..core.checks import (
     check_choice,
     check_dtype,
@@ -36,6 +37,7 @@ from .layout import (
     check_no_gradient,
     check_places,
     check_scale,
+    is_latent,
 )
 from .slots import Rotary, append_to_slots, as_stored, put_tokens, why_not_triton
 
@@ -79,6 +81,8 @@ def kv_append(
         outermost are `pages.transpose(1, 2)`. Any strides with a contiguous last dimension, which
         may differ between tensors.
     v_cache : the same with Dv in place of D
+        Can be a view of the keys, `k_cache[..., :Dv]` (a latent cache), except in fp8 and with
+        `rotary`. Then v must be `k[..., :Dv]`, and only the keys are written.
     k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`; with `slot_mapping` `[T, Hkv, D]`, `[T, Hkv, Dv]`
         The dtype of the caches; any float dtype for fp8 caches. No gradient flows through a cache.
     cache_seqlens : int32 `[B]`
@@ -140,7 +144,8 @@ def kv_append(
         return append_to_slots(
             k_cache, v_cache, k, v, slot_mapping, rotary, positions, q, k_scale, v_scale, impl
         )
-    inputs = (k, v, k_cache, v_cache, cache_seqlens, counts, page_table, k_scale, v_scale)
+    tensors = (cache_seqlens, counts, page_table, k_scale, v_scale)
+    inputs: tuple[Any, ...] = (k, v, k_cache, v_cache, *tensors)
     if repeat(_RECORDED, (impl,), inputs) is not None:
         return None
     if cache_seqlens is None:
@@ -149,7 +154,16 @@ def kv_append(
     call = AppendCall(k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
     check_choice(_OP, "impl", impl, IMPLS)
     _check(call)
-    record(_RECORDED, (impl,), inputs, _append, call, impl, operands=2)
+    if is_latent(_OP, k_cache, v_cache, k, v):
+        # a recording has each tensor once; of these calls, under a key of their own
+        options, inputs = (impl, v.shape[-1]), (k, None, k_cache, None, *tensors)
+        if repeat(_RECORDED, options, inputs) is None:
+            record(_RECORDED, options, inputs, _append, call, impl, operands=1)
+    elif not torch.compiler.is_compiling() and values_lie_as_in_keys(k_cache, v_cache):
+        # a recording would be replayed, without these checks, for latent caches of these sizes
+        _append(call, impl)
+    else:
+        record(_RECORDED, (impl,), inputs, _append, call, impl, operands=2)
     return None
 
 
@@ -268,7 +282,8 @@ def append_eager(call: AppendCall) -> None:
         return
     outer = outer.clamp(0, k_slots.shape[0] - 1).flatten()
     slot = slot.clamp(0, k_slots.shape[1] - 1).flatten()
-    for slots, new, scale in ((k_slots, k, call.k_scale), (v_slots, call.v, call.v_scale)):
+    tensors = ((k_slots, k, call.k_scale), (v_slots, call.v, call.v_scale))
+    for slots, new, scale in tensors[:1] if call.keys_hold_values else tensors:
         rows = as_stored(new, scale, slots.dtype).transpose(1, 2).flatten(0, 1)
         if slots.dtype == FP8:
             slots = slots.view(torch.uint8)

@@ -125,7 +125,7 @@ def _kv_append_kernel(
     HEADS_INNER: tl.constexpr,
     CONVERTS_FP8: tl.constexpr,
 ):
-    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and of V."""
+    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     exists = row < num_rows
     batch = (row // (heads * tokens)).to(tl.int64)
@@ -153,10 +153,11 @@ def _kv_append_kernel(
     k_from = Rows(k_ptr, _offsets(batch, head, token, strides.k))
     k_scale = HeadScale(k_scale_ptr, scale_strides[0])
     _write_rows(k_to, k_from, k_scale, head, exists, live, HEAD_DIM, CONVERTS_FP8)
-    v_to = Rows(v_cache_ptr, _offsets(outer, head, slot, strides.v_cache))
-    v_from = Rows(v_ptr, _offsets(batch, head, token, strides.v))
-    v_scale = HeadScale(v_scale_ptr, scale_strides[1])
-    _write_rows(v_to, v_from, v_scale, head, exists, live, HEAD_DIM_V, CONVERTS_FP8)
+    if v_cache_ptr is not None:
+        v_to = Rows(v_cache_ptr, _offsets(outer, head, slot, strides.v_cache))
+        v_from = Rows(v_ptr, _offsets(batch, head, token, strides.v))
+        v_scale = HeadScale(v_scale_ptr, scale_strides[1])
+        _write_rows(v_to, v_from, v_scale, head, exists, live, HEAD_DIM_V, CONVERTS_FP8)
 
 
 def tile_rows_of(head_dim: int, head_dim_v: int) -> int:
@@ -167,16 +168,23 @@ def tile_rows_of(head_dim: int, head_dim_v: int) -> int:
 
 def append(call: AppendCall) -> None:
     """Write into the caches of a validated call."""
-    launch_kv_append(call, converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8)
+    launch_kv_append(
+        call,
+        converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
+        with_values=not call.keys_hold_values,
+    )
 
 
-def launch_kv_append(call: AppendCall, *, converts_fp8: bool = False) -> None:
+def launch_kv_append(
+    call: AppendCall, *, converts_fp8: bool = False, with_values: bool = True
+) -> None:
     """Write into the caches of a call.
 
     Parameters
     ----------
     call : caches of the dtype of k, or float8_e4m3fn; k and v in fp16, bf16 or fp32
     converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
+    with_values : whether values are written; those of a latent cache are part of its keys
     """
     k_cache, v_cache, k, v, page_table = call.k_cache, call.v_cache, call.k, call.v, call.page_table
     batch, heads, tokens, head_dim = k.shape
@@ -192,9 +200,9 @@ def launch_kv_append(call: AppendCall, *, converts_fp8: bool = False) -> None:
     assert num_rows <= INT32_MAX - tile_rows, num_rows
     args = (
         stored_as_bytes(k_cache),
-        stored_as_bytes(v_cache),
+        stored_as_bytes(v_cache) if with_values else None,
         k,
-        v,
+        v if with_values else None,
         call.cache_seqlens,
         call.counts,
         page_table,

@@ -12,7 +12,7 @@ from ..core.transfer import aligned_rows, is_capturing, refuse_capture, to_devic
 from ..masks.check import check_count
 from .append import check_new, kv_append
 from .copies import check_ints, loaded_tensors, saved_tensors, shallow_copy
-from .layout import STORED, check_counts, scale_tensor
+from .layout import STORED, check_counts, check_latent, latent_values, scale_tensor
 
 
 class KVCache:
@@ -31,6 +31,9 @@ class KVCache:
     batch, heads_kv, max_tokens, head_dim : int
     head_dim_v : int, optional
         Head dim of the values; `head_dim` by default.
+    latent : bool
+        For MLA with absorbed weights: the values are the first `head_dim_v` channels of the keys,
+        and only the keys are stored and appended. Not for fp8.
     dtype : torch.dtype, optional
         Of the stored values: fp16, bf16, fp32, fp64 or float8_e4m3fn; by default torch's default.
     device : optional
@@ -40,6 +43,8 @@ class KVCache:
     Attributes
     ----------
     k, v : `[B, Hkv, max_tokens, D]`, `[B, Hkv, max_tokens, Dv]`
+        In a latent cache, `v` is the view `k[..., :Dv]`.
+    latent : bool
     lengths : int32 `[B]` on the device, always the same tensor
     k_scale, v_scale : fp32 tensors for fp8, otherwise None
 
@@ -47,6 +52,8 @@ class KVCache:
     ------
     InvalidInput
         If sizes, dtypes or scales are wrong, or if tokens do not fit.
+    Unsupported
+        If a latent cache is to be in fp8.
 
     Examples
     --------
@@ -57,6 +64,13 @@ class KVCache:
     tensor([7, 3], dtype=torch.int32)
     >>> cache.memory_bytes
     409600
+
+    A latent cache stores and appends keys only:
+
+    >>> cache = bsk.KVCache(2, 1, 100, 576, head_dim_v=512, latent=True)
+    >>> cache.append(torch.randn(2, 1, 7, 576))
+    >>> cache.v.shape, cache.memory_bytes
+    (torch.Size([2, 1, 100, 512]), 460800)
     """
 
     # a cache made in inference mode could not be written to outside of it
@@ -69,6 +83,7 @@ class KVCache:
         head_dim: int,
         *,
         head_dim_v: int | None = None,
+        latent: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         k_scale: float | torch.Tensor | None = None,
@@ -76,16 +91,20 @@ class KVCache:
     ):
         op = "KVCache"
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        channels_v = head_dim if head_dim_v is None else head_dim_v
         check_choice(op, "dtype", dtype, STORED)
         sizes = {"batch": batch, "heads_kv": heads_kv, "max_tokens": max_tokens}
-        for arg, value in {**sizes, "head_dim": head_dim, "head_dim_v": head_dim_v}.items():
+        for arg, value in {**sizes, "head_dim": head_dim, "head_dim_v": channels_v}.items():
             check_count(op, arg, value, at_least=1)
+        check_latent(op, latent, head_dim, head_dim_v, dtype)
         self.k: torch.Tensor = torch.zeros(
             batch, heads_kv, max_tokens, head_dim, dtype=dtype, device=device
         )
-        self.v: torch.Tensor = torch.zeros(
-            batch, heads_kv, max_tokens, head_dim_v, dtype=dtype, device=device
+        self.latent = latent
+        self.v: torch.Tensor = (
+            self.k[..., :channels_v]
+            if latent
+            else torch.zeros(batch, heads_kv, max_tokens, channels_v, dtype=dtype, device=device)
         )
         place = self.k.device
         self.k_scale: torch.Tensor | None = scale_tensor(
@@ -122,21 +141,25 @@ class KVCache:
     @property
     def memory_bytes(self) -> int:
         """Bytes of the keys and values, used or not."""
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes if self.latent else self.k.nbytes + self.v.nbytes
 
     def append(
-        self, k: torch.Tensor, v: torch.Tensor, counts: int | Sequence[int] | None = None
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        counts: int | Sequence[int] | None = None,
     ) -> None:
         """Add tokens to every sequence.
 
         Parameters
         ----------
         k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
+            Without `v` for a latent cache.
         counts : int or B ints, optional
             How many of the T tokens to take for each sequence, the first ones; all by default.
         """
         op = "KVCache.append"
-        check_new(op, self.k, self.v, k, v, paged=False)
+        check_new(op, self.k, self.v, k, self._values(op, k, v), paged=False)
         tokens = k.shape[2]
         self._reserve(op, check_counts(op, counts, len(self._host_lengths), tokens))
         self.write(k, v)
@@ -157,12 +180,13 @@ class KVCache:
                 raise InvalidInput(message(op, "tokens", "are too many", expected, got))
         self._set(op, self._host_lengths, counts)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Write the tokens of the last reservation; device work only.
 
         Parameters
         ----------
         k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`, T at least the largest count
+            Without `v` for a latent cache.
         """
         op = "KVCache.write"
         check_tensor(op, "k", k)
@@ -175,12 +199,16 @@ class KVCache:
             self.k,
             self.v,
             k,
-            v,
+            self._values(op, k, v),
             cache_seqlens=self._before,
             counts=self._counts,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
+
+    def _values(self, op: str, k: torch.Tensor, v: Any) -> Any:
+        """The new values, which are those that were given unless the cache is latent."""
+        return latent_values(op, self.v.shape[-1], k, v) if self.latent else v
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Keep only the first `lengths` tokens, for instance the accepted ones of a draft."""

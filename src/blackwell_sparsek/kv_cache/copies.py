@@ -14,7 +14,7 @@ from ..core.checks import check_choice, check_rank, check_same_device, check_ten
 from ..core.errors import InvalidInput, Unsupported
 from ..launch.launcher import cdiv
 from ..masks.check import check_count
-from .layout import CONTIGUOUS, FP8, PAGED, STORED, check_scale
+from .layout import CONTIGUOUS, FP8, PAGED, STORED, check_latent, check_scale
 from .pages import SequencePages
 
 TENSORS = ("k", "v", "k_scale", "v_scale")
@@ -34,27 +34,38 @@ def malformed(cache: str, what: str, expected: Any, got: Any) -> InvalidInput:
 
 
 def saved_tensors(cache: Any) -> dict[str, Any]:
-    """The tensors of a cache by name; fp8 as bytes, since unpickling it fails."""
+    """The tensors of a cache by name; fp8 as bytes, since unpickling it fails.
+
+    Of a latent cache the values are not saved, only how many channels of the keys they are: not
+    all ways of copying keep two tensors in one memory.
+    """
     state = {name: getattr(cache, name) for name in TENSORS}
+    if cache.latent:
+        state["v"] = cache.v.shape[-1]
     if state["k"].dtype == FP8:
         state |= {name: state[name].view(torch.uint8) for name in ("k", "v")}
     return state
 
 
 def loaded_tensors(cache: str, state: Any, keys: tuple[str, ...], *, paged: bool) -> dict[str, Any]:
-    """The tensors of a state, which has besides them exactly `keys`."""
+    """The tensors of a state, which has besides them exactly `keys`; and `latent`."""
     expected = sorted((*TENSORS, *keys))
     if not isinstance(state, dict) or sorted(map(str, state)) != expected:
         got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise malformed(cache, "state", expected, got)
     tensors = {name: state[name] for name in TENSORS}
-    for name in ("k", "v"):
+    latent = isinstance(tensors["v"], int)
+    for name in ("k",) if latent else ("k", "v"):
         x = tensors[name]
         check_tensor(cache, name, x)
         check_rank(cache, name, x, PAGED if paged else CONTIGUOUS)
         if x.dtype == torch.uint8:
             tensors[name] = x = x.view(FP8)
         check_choice(cache, f"dtype of {name}", x.dtype, STORED)
+    if latent:
+        k, channels = tensors["k"], check_count(cache, "v", tensors["v"], at_least=1)
+        check_latent(cache, True, k.shape[-1], channels, k.dtype)
+        tensors["v"] = k[..., :channels]
     k, v = tensors["k"], tensors["v"]
     if k.dtype != v.dtype or k.shape[:-1] != v.shape[:-1] or 0 in (*k.shape, *v.shape):
         got = f"k {list(k.shape)} {k.dtype}, v {list(v.shape)} {v.dtype}"
@@ -66,7 +77,7 @@ def loaded_tensors(cache: str, state: Any, keys: tuple[str, ...], *, paged: bool
     if k.dtype == FP8 and len(scales) < 2:
         raise malformed(cache, "k_scale/v_scale", "both, for fp8", list(scales))
     check_same_device(cache, {"k": k, "v": v, **scales})
-    return tensors
+    return {**tensors, "latent": latent}
 
 
 def check_ints(cache: str, what: str, values: Any, count: int | None, allowed: range) -> None:

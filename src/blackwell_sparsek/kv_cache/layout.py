@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from ..calls.decode import values_are_keys
 from ..core.checks import (
     check_dtype,
+    check_flag,
+    check_rank,
     check_tensor,
     message,
     shares_elements,
     wants_gradient,
 )
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..masks.check import check_count
 
 CONTIGUOUS = "[B, Hkv, S, D]"
@@ -39,6 +42,55 @@ def check_scale(
         expected = f"one element or [{heads}]"
         raise InvalidInput(message(op, arg, "has a wrong shape", expected, list(scale.shape)))
     check_no_gradient(op, arg, scale)
+
+
+def check_latent(
+    op: str, latent: Any, head_dim: int, head_dim_v: int | None, dtype: torch.dtype
+) -> None:
+    """Check the flag, and the sizes and the dtype if the cache is to be a latent one."""
+    check_flag(op, "latent", latent)
+    if not latent:
+        return
+    if head_dim_v is None:
+        expected = "how many channels of a key are its value, 512 for MLA"
+        raise InvalidInput(message(op, "head_dim_v", "is missing", expected, None))
+    if head_dim_v >= head_dim:
+        expected = f"less than head_dim, {head_dim}, for a latent cache"
+        raise InvalidInput(message(op, "head_dim_v", "is too large", expected, head_dim_v))
+    if dtype == FP8:
+        expected = ", ".join(map(str, NEW))
+        raise Unsupported(message(op, "dtype", "is not for latent caches", expected, dtype))
+
+
+def latent_values(op: str, head_dim_v: int, k: Any, v: Any) -> torch.Tensor:
+    """The values of new keys of a latent cache, for which the caller gives no `v`."""
+    if v is not None:
+        expected = f"None: the values of a latent cache are k[..., :{head_dim_v}]"
+        raise InvalidInput(message(op, "v", "is given", expected, type(v).__name__))
+    check_tensor(op, "k", k)
+    check_rank(op, "k", k, "[B, Hkv, T, D]")
+    values: torch.Tensor = k[..., :head_dim_v]
+    return values
+
+
+def is_latent(
+    op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> bool:
+    """Whether the cached values are a view of the cached keys; the new ones must be one as well.
+
+    Otherwise keys and values would be written to the same places.
+    """
+    # addresses are unknown to a compiler; there, both are written
+    if torch.compiler.is_compiling() or not values_are_keys(k_cache, v_cache):
+        return False
+    columns = f"k[..., :{v_cache.shape[-1]}]"
+    if k_cache.dtype == FP8:
+        problem = "is not for values that are a view of the keys"
+        raise Unsupported(message(op, "k_cache", problem, ", ".join(map(str, NEW)), FP8))
+    if not values_are_keys(k, v):
+        problem = "is not a view of k, as v_cache is of k_cache"
+        raise InvalidInput(message(op, "v", problem, columns, "another tensor"))
+    return True
 
 
 def check_places(op: str, arg: str, cache: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from ..core.checks import message
 from ..core.errors import InvalidInput
 from ..masks.check import check_count
+from .layout import check_latent
 
 
 class KVModel(NamedTuple):
@@ -52,6 +53,7 @@ def kv_cache_bytes(
     heads_kv: int,
     head_dim: int,
     head_dim_v: int | None = None,
+    latent: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     """Bytes of the keys and values of `tokens` cached tokens, over all layers.
@@ -63,24 +65,36 @@ def kv_cache_bytes(
     layers, heads_kv, head_dim : int
     head_dim_v : int, optional
         Head dim of the values; `head_dim` by default.
+    latent : bool
+        The values are the first `head_dim_v` channels of the keys and take no memory of their own.
     dtype : torch.dtype
         Of the cache.
 
     Raises
     ------
     InvalidInput
-        If a size is negative.
+        If a size is negative, or one that no latent cache has.
+    Unsupported
+        If a latent cache is to be in fp8.
 
     Examples
     --------
     >>> kv_cache_bytes(16384, layers=32, heads_kv=8, head_dim=128) / 1e9
     2.147483648
+
+    DeepSeek-V3 with absorbed weights:
+
+    >>> latent = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+    >>> kv_cache_bytes(16384, layers=61, **latent) / 1e9
+    1.151336448
     """
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    channels_v = head_dim if head_dim_v is None else head_dim_v
     sizes = {"tokens": tokens, "layers": layers, "heads_kv": heads_kv, "head_dim": head_dim}
-    for arg, value in {**sizes, "head_dim_v": head_dim_v}.items():
+    for arg, value in {**sizes, "head_dim_v": channels_v}.items():
         check_count("kv_cache_bytes", arg, value)
-    return tokens * layers * heads_kv * (head_dim + head_dim_v) * dtype.itemsize
+    check_latent("kv_cache_bytes", latent, head_dim, head_dim_v, dtype)
+    channels = head_dim if latent else head_dim + channels_v
+    return tokens * layers * heads_kv * channels * dtype.itemsize
 
 
 def kv_memory_table(

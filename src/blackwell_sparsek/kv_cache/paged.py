@@ -20,7 +20,7 @@ from .copies import (
     saved_tensors,
     shallow_copy,
 )
-from .layout import FP8, STORED, check_counts, scale_tensor
+from .layout import FP8, STORED, check_counts, check_latent, latent_values, scale_tensor
 from .pages import NO_PAGE, Growth, PagePool, SequencePages
 
 
@@ -53,6 +53,9 @@ class PagedKVCache:
     num_pages, page_size, heads_kv, head_dim : int
     head_dim_v : int, optional
         Head dim of the values; `head_dim` by default.
+    latent : bool
+        For MLA with absorbed weights: the values are the first `head_dim_v` channels of the keys,
+        and only the keys are stored and appended. Not for fp8.
     dtype : torch.dtype, optional
         Of the stored values: fp16, bf16, fp32, fp64 or float8_e4m3fn; by default torch's default.
     device : optional
@@ -66,12 +69,16 @@ class PagedKVCache:
     Attributes
     ----------
     k, v : `[num_pages, page_size, Hkv, D]`, `[num_pages, page_size, Hkv, Dv]`
+        In a latent cache, `v` is the view `k[..., :Dv]`.
+    latent : bool
     k_scale, v_scale : fp32 tensors for fp8, otherwise None
 
     Raises
     ------
     InvalidInput
         If sizes, dtypes, scales or sequence ids are wrong.
+    Unsupported
+        If a latent cache is to be in fp8.
     OutOfPages
         If too few pages are free.
 
@@ -88,6 +95,13 @@ class PagedKVCache:
     tensor([[ 0,  1],
             [ 2, -1],
             [ 0,  1]], dtype=torch.int32)
+
+    A latent cache:
+
+    >>> cache = bsk.PagedKVCache(8, 64, 1, 576, head_dim_v=512, latent=True)
+    >>> cache.append(cache.add_sequences(1), torch.randn(1, 1, 20, 576))
+    >>> cache.v.shape, cache.v.data_ptr() == cache.k.data_ptr()
+    (torch.Size([8, 64, 1, 512]), True)
     """
 
     # a cache made in inference mode could not be written to outside of it
@@ -100,6 +114,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         head_dim_v: int | None = None,
+        latent: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         k_scale: float | torch.Tensor | None = None,
@@ -109,19 +124,23 @@ class PagedKVCache:
     ):
         op = "PagedKVCache"
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        channels_v = head_dim if head_dim_v is None else head_dim_v
         max_tokens = num_pages * page_size if max_tokens is None else max_tokens
         check_choice(op, "dtype", dtype, STORED)
         sizes = {"num_pages": num_pages, "page_size": page_size, "heads_kv": heads_kv}
-        sizes |= {"head_dim": head_dim, "head_dim_v": head_dim_v}
+        sizes |= {"head_dim": head_dim, "head_dim_v": channels_v}
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
         for arg, value in sizes.items():
             check_count(op, arg, value, at_least=1)
+        check_latent(op, latent, head_dim, head_dim_v, dtype)
         self.k: torch.Tensor = torch.zeros(
             num_pages, page_size, heads_kv, head_dim, dtype=dtype, device=device
         )
-        self.v: torch.Tensor = torch.zeros(
-            num_pages, page_size, heads_kv, head_dim_v, dtype=dtype, device=device
+        self.latent = latent
+        self.v: torch.Tensor = (
+            self.k[..., :channels_v]
+            if latent
+            else torch.zeros(num_pages, page_size, heads_kv, channels_v, dtype=dtype, device=device)
         )
         place = self.k.device
         self.k_scale: torch.Tensor | None = scale_tensor(
@@ -156,7 +175,7 @@ class PagedKVCache:
     @property
     def memory_bytes(self) -> int:
         """Bytes of all pages of keys and values, used or not."""
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes if self.latent else self.k.nbytes + self.v.nbytes
 
     def add_sequences(self, count: int) -> list[int]:
         """Start `count` empty sequences; returns their ids."""
@@ -167,7 +186,7 @@ class PagedKVCache:
         self,
         sequences: Sequence[int],
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None = None,
         counts: int | Sequence[int] | None = None,
     ) -> None:
         """Add tokens to several sequences at once.
@@ -176,6 +195,7 @@ class PagedKVCache:
         ----------
         sequences : B ids, each at most once
         k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
+            Without `v` for a latent cache.
         counts : int or B ints, optional
             How many of the T tokens to take for each sequence, the first ones; all by default.
         """
@@ -209,19 +229,20 @@ class PagedKVCache:
         lengths, count_tensor = state[:, : len(counts)]
         return Reservation(list(sequences), counts, lengths, count_tensor)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Write the tokens of the last reservation.
 
         Parameters
         ----------
         k, v : `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`
-            In the order of the sequences in the reservation, T at least the largest count.
+            In the order of the sequences in the reservation, T at least the largest count. Without
+            `v` for a latent cache.
         """
         op = "PagedKVCache.write"
         if self._reserved is None:
             raise InvalidInput(message(op, "cache", "has no reservation", "reserve first", "none"))
         sequences, counts, before, count_tensor = self._reserved
-        self._check_new(op, sequences, k, v)
+        values = self._check_new(op, sequences, k, v)
         if k.shape[2] < max(counts, default=0):
             expected = f"at least the {max(counts)} tokens that were reserved"
             raise InvalidInput(message(op, "k", "is too short", expected, k.shape[2]))
@@ -229,7 +250,7 @@ class PagedKVCache:
             self.k,
             self.v,
             k,
-            v,
+            values,
             cache_seqlens=before,
             counts=count_tensor,
             # the whole width, so that the shape stays the same and calls are replayed
@@ -312,7 +333,7 @@ class PagedKVCache:
         place = self.k.device
         if growth.copies:
             old, new = to_device(list(zip(*growth.copies, strict=True)), torch.int64, place)
-            for pages in (self.k, self.v):
+            for pages in (self.k,) if self.latent else (self.k, self.v):
                 raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
                 raw.index_copy_(0, new, raw.index_select(0, old))
         if growth.entries:
@@ -322,12 +343,16 @@ class PagedKVCache:
             self._table.view(-1).index_copy_(0, at, ids)
 
     def _check_new(
-        self, op: str, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        batch, _ = check_new(op, self.k, self.v, k, v, paged=True)
+        self, op: str, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Check new keys and values; return the values."""
+        values = latent_values(op, self.v.shape[-1], k, v) if self.latent else v
+        batch, _ = check_new(op, self.k, self.v, k, values, paged=True)
         if batch != len(sequences):
             expected = f"{len(sequences)}, the sequences"
             raise InvalidInput(message(op, "k", "has a wrong batch size", expected, batch))
+        assert values is not None
+        return values
 
     def __getstate__(self) -> dict[str, Any]:
         reserved = self._reserved

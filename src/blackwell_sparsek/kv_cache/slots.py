@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..calls.cache import CacheProblem, SlotsCall
+from ..calls.decode import values_are_keys, values_lie_as_in_keys
 from ..core.checks import (
     check_choice,
     check_dtype,
@@ -23,13 +24,23 @@ from ..core.checks import (
     message,
 )
 from ..core.env import IMPLS
-from ..core.errors import InvalidInput, InvalidType
+from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
 from ..launch.replay import record, repeat
-from .layout import FP8, INDICES, NEW, PAGED, STORED, check_no_gradient, check_places, check_scale
+from .layout import (
+    FP8,
+    INDICES,
+    NEW,
+    PAGED,
+    STORED,
+    check_no_gradient,
+    check_places,
+    check_scale,
+    is_latent,
+)
 
 _OP = "kv_append"
 E4M3_MAX = 448.0
@@ -77,8 +88,9 @@ def append_to_slots(
 ) -> torch.Tensor | None:
     """Write to the slots and return the rotated queries; arguments as for `kv_append`."""
     cos, sin, interleaved = (None, None, False) if rotary is None else _parts(rotary)
-    options = (impl, interleaved)
-    inputs = (k, v, k_cache, v_cache, slot_mapping, cos, sin, positions, q, k_scale, v_scale)
+    options: tuple[Any, ...] = (impl, interleaved)
+    tensors = (slot_mapping, cos, sin, positions, q, k_scale, v_scale)
+    inputs: tuple[Any, ...] = (k, v, k_cache, v_cache, *tensors)
     results = repeat(_RECORDED, options, inputs)
     if results is None:
         check_choice(_OP, "impl", impl, IMPLS)
@@ -100,7 +112,17 @@ def append_to_slots(
         )
         if k.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_values(call)
-        results = record(_RECORDED, options, inputs, _append, call, impl, operands=2)
+        if is_latent(_OP, k_cache, v_cache, k, v):
+            # a recording has each tensor once; of these calls, under a key of their own
+            options, inputs = (*options, v.shape[-1]), (k, None, k_cache, None, *tensors)
+            results = repeat(_RECORDED, options, inputs)
+            if results is None:
+                results = record(_RECORDED, options, inputs, _append, call, impl, operands=1)
+        elif not torch.compiler.is_compiling() and values_lie_as_in_keys(k_cache, v_cache):
+            # a recording would be replayed, without these checks, for latent caches of these sizes
+            results = _append(call, impl)
+        else:
+            results = record(_RECORDED, options, inputs, _append, call, impl, operands=2)
     return results[0] if results else None
 
 
@@ -247,7 +269,7 @@ def append_eager(call: SlotsCall) -> None:
     live = (slot >= 0) & (slot < pages * page_size)
     slot = torch.where(live, slot, 0)
     tensors = ((call.k_cache, k, call.k_scale), (call.v_cache, call.v, call.v_scale))
-    for cache, new, scale in tensors:
+    for cache, new, scale in tensors[:1] if call.keys_hold_values else tensors:
         rows = as_stored(new.unsqueeze(2), scale, cache.dtype).squeeze(2)
         if cache.dtype == FP8:
             cache = cache.view(torch.uint8)
@@ -302,6 +324,11 @@ def why_not_triton(problem: CacheProblem) -> str | None:
 def _kv_append_slots(*args: Any) -> None:
     *values, impl = args
     call = SlotsCall(*values)
+    # here, where a compiled call comes by as well: compilers know no addresses
+    if call.cos is not None and values_are_keys(call.k_cache, call.v_cache):
+        problem = "rotates the first channels of a key, which are its value in a latent cache"
+        expected = "None, and keys with the rotation applied to their last channels"
+        raise Unsupported(message(_OP, "rotary", problem, expected, "bsk.Rotary"))
     with without_autocast(call.k.device), torch.no_grad():
         slots_dispatch.run(impl, call)
 

@@ -122,7 +122,7 @@ def _append_slots_kernel(
     TILE_ROWS: tl.constexpr,
     CONVERTS_FP8: tl.constexpr,
 ):
-    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and of V."""
+    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     exists = row < num_rows
     head = (row % heads).to(tl.int64)
@@ -147,10 +147,11 @@ def _append_slots_kernel(
         k_to, k_from, k_scale, head, token, exists, live, angles, shape,
         HEAD_DIM, ROTATED, INTERLEAVED, CONVERTS_FP8,
     )  # fmt: skip
-    _copy_rows(
-        v_to, v_from, v_scale, head, token, exists, live, angles, shape,
-        HEAD_DIM_V, 0, INTERLEAVED, CONVERTS_FP8,
-    )  # fmt: skip
+    if v_cache_ptr is not None:
+        _copy_rows(
+            v_to, v_from, v_scale, head, token, exists, live, angles, shape,
+            HEAD_DIM_V, 0, INTERLEAVED, CONVERTS_FP8,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "heads"])
@@ -182,16 +183,23 @@ def _rotate_kernel(
 
 def append(call: SlotsCall) -> None:
     """Write into the caches of a validated call, and into `q_out`."""
-    launch_append_slots(call, converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8)
+    launch_append_slots(
+        call,
+        converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
+        with_values=not call.keys_hold_values,
+    )
 
 
-def launch_append_slots(call: SlotsCall, *, converts_fp8: bool = False) -> None:
+def launch_append_slots(
+    call: SlotsCall, *, converts_fp8: bool = False, with_values: bool = True
+) -> None:
     """Write into the caches of a call, and into `q_out`, which is contiguous.
 
     Parameters
     ----------
     call : caches of the dtype of k, or float8_e4m3fn; k and v in fp16, bf16 or fp32
     converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
+    with_values : whether values are written; those of a latent cache are part of its keys
     """
     k_cache, v_cache, k, v, q = call.k_cache, call.v_cache, call.k, call.v, call.q
     tokens, heads, head_dim = k.shape
@@ -208,9 +216,9 @@ def launch_append_slots(call: SlotsCall, *, converts_fp8: bool = False) -> None:
             assert tokens * heads <= INT32_MAX - tile_rows, tokens
             args = (
                 stored_as_bytes(k_cache),
-                stored_as_bytes(v_cache),
+                stored_as_bytes(v_cache) if with_values else None,
                 k,
-                v,
+                v if with_values else None,
                 call.slot_mapping,
                 call.k_scale,
                 call.v_scale,

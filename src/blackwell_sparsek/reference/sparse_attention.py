@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..calls.attention import empty_out, fill_gradients, lse_dtype
+from ..calls.attention import fill_gradients, lse_dtype
 from ..calls.sparse_attention import SparseAttentionCall, SparseAttnSpec, SparseBackwardCall
 from .attention import _visible_products, _visible_sum, band_elements
 
@@ -19,8 +19,9 @@ from .attention import _visible_products, _visible_sum, band_elements
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, laid out as by other implementations."""
     call.check_values()
-    out, lse = sparse_attention(call)
-    return empty_out(call.q, call.v.shape[-1]).copy_(out), lse
+    exact, lse = sparse_attention(call)
+    out, _ = call.empty_results()
+    return out.copy_(exact), lse
 
 
 def backward(call: SparseBackwardCall) -> None:

@@ -4,6 +4,7 @@ from typing import Literal, overload
 
 import torch
 
+from ..calls.attention import returned
 from ..core.checks import check_choice, check_flag
 from ..core.env import IMPLS
 from ..masks.key_selection import KeySelection
@@ -30,6 +31,7 @@ def sparse_attention(
     max_seqlen_k: int | None = None,
     page_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -53,6 +55,7 @@ def sparse_attention(
     max_seqlen_k: int | None = None,
     page_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     return_lse: Literal[True],
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -76,6 +79,7 @@ def sparse_attention(
     max_seqlen_k: int | None = None,
     page_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -98,6 +102,7 @@ def sparse_attention(
     max_seqlen_k: int | None = None,
     page_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str = "auto",
@@ -136,6 +141,8 @@ def sparse_attention(
     scale, softcap : as in `attention`
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k : as in `attention_varlen`
     page_table, cache_seqlens : as in `attention_decode`
+    out : `[B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]`, dtype of q, optional
+        A preallocated output, which must not overlap the inputs. Such a call has no gradients.
     return_lse : bool
         Also return the logarithm of the softmax denominator, sinks and gates included.
     deterministic : bool, optional
@@ -195,6 +202,6 @@ def sparse_attention(
         page_table=page_table,
         cache_seqlens=cache_seqlens,
         deterministic=deterministic,
+        out=out,
     )
-    out, lse = attend(call, impl)
-    return (out, lse) if return_lse else out
+    return returned(attend(call, impl), out, return_lse)

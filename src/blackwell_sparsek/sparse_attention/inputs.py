@@ -10,10 +10,12 @@ from ..attention.inputs import (
     PACKED,
     autocast_qkv,
     check_head_groups,
+    check_out,
     check_packed,
     check_qkv,
     check_sinks,
     is_deterministic,
+    refuse_gradients_into,
     scale_or_default,
     softcap_or_off,
 )
@@ -58,6 +60,7 @@ def sparse_call(
     page_table: Any,
     cache_seqlens: Any,
     deterministic: Any,
+    out: Any,
 ) -> SparseAttentionCall:
     """Check the arguments against each other and fill in the defaults, without a device sync."""
     packed = _check_together(
@@ -98,6 +101,12 @@ def sparse_call(
     _check_selection(op, selection, q, batch, heads_kv, tokens, max_k)
     _check_gate(op, gate, selection, q)
     is_deterministic(op, deterministic)
+    if out is not None:
+        optional = {"sinks": sinks, "gate": gate}
+        others = {arg: x for arg, x in optional.items() if x is not None}
+        read = {"q": q, "k": k, "v": v, **others}
+        refuse_gradients_into(op, {**read})
+        check_out(op, out, [*q.shape[:-1], v.shape[-1]], read)
     spec = SparseAttnSpec(
         scale_or_default(op, scale, q.shape[-1]),
         selection,
@@ -113,7 +122,7 @@ def sparse_call(
         page_table,
         cache_seqlens,
     )
-    return SparseAttentionCall(q, k, v, spec)
+    return SparseAttentionCall(q, k, v, spec, out)
 
 
 def _is_causal(op: str, causal: Any) -> bool:

@@ -1,11 +1,13 @@
 """`bsk::sparse_attn_fwd` and `bsk::sparse_attn_bwd`: attention over selected keys, and gradients.
 
+`bsk::sparse_attn_fwd_into` writes to an `out` that is given, and has no derivative.
 The operators take flat arguments: `sizes` is [granularity, kv_len, max_q, max_k], `limit` the right
 side of the band that causal leaves, `local` the two sides of the window or empty. `call_of` turns
 them into a `SparseAttentionCall`, and `operator_arguments` is its inverse.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -129,17 +131,30 @@ def operator_arguments(call: SparseAttentionCall, impl: str) -> Arguments:
 
 
 def attend(call: SparseAttentionCall, impl: str) -> Tensors:
-    """Output and lse of a checked call, through the operator."""
-    results: Tensors = sparse_attn_fwd(*operator_arguments(call, impl))
+    """Output and lse of a checked call, through the operator; lse alone if the call has `out`."""
+    arguments = operator_arguments(call, impl)
+    if call.out is not None:
+        return (sparse_attn_fwd_into(call.out, *arguments),)
+    results: Tensors = sparse_attn_fwd(*arguments)
+    return results
+
+
+def _run(call: SparseAttentionCall, impl: str) -> Tensors:
+    # autocast has already cast q, k and v; in here it would round the sums
+    with without_autocast(call.q.device):
+        results: Tensors = forward_dispatch.run(impl, call)
     return results
 
 
 def _forward(*arguments: Any) -> Tensors:
     given = Arguments(*arguments)
-    # autocast has already cast q, k and v; in here it would round the sums
-    with without_autocast(given.q.device):
-        results: Tensors = forward_dispatch.run(given.impl, call_of(given))
-    return results
+    return _run(call_of(given), given.impl)
+
+
+def _forward_into(out: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    given = Arguments(*arguments)
+    _, lse = _run(replace(call_of(given), out=out), given.impl)
+    return lse
 
 
 def _forward_fake(*arguments: Any) -> Tensors:
@@ -183,6 +198,12 @@ _ARGUMENTS = (
 )
 sparse_attn_fwd: Operator = define_op(
     "sparse_attn_fwd", f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
+)
+sparse_attn_fwd_into: Operator = define_op(
+    "sparse_attn_fwd_into",
+    f"(Tensor(a!) out, {_ARGUMENTS}) -> Tensor lse",
+    _forward_into,
+    lambda out, q, *others: empty_lse(q),
 )
 sparse_attn_bwd: Operator = define_op(
     "sparse_attn_bwd",

@@ -335,6 +335,7 @@ def test_bytes_and_names_of_problems():
     assert least_bytes(attention) == 4 * 2 * 2 * 16 * 1024 * 128
     decode = {**attention, "kv_heads": 4, "page_size": 0}
     assert least_bytes(decode) == 2 * 2 * 128 * 2 * (4 * 1024 + 16)
+    assert least_bytes({**decode, "queries": 4}) == 2 * 2 * 128 * 2 * (4 * 1024 + 4 * 16)
     assert names_of(attention, "length") == "D128 full"
     assert names_of(decode, "length") == "D128 GQA 16:4 full batch 2"
     assert amount({"a": 3}, "a") == 3.0 and amount({"a": "3"}, "a") is None

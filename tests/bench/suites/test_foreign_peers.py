@@ -155,6 +155,14 @@ def test_decoding(name, page_size, shortest):
     assert contender.moved_bytes == problem.cache_bytes
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_decoding_several_tokens(page_size):
+    inputs = Decode(3, 50, 4, 2, 16, page_size, F32, shortest=7, queries=5).build(CPU)
+    contender = _checked(DECODE["fa3"], inputs)
+    with pytest.raises(AssertionError, match="sampled"):
+        contender.check(contender.run().roll(1, 2))
+
+
 CHOSEN = [
     ("vllm_msa", Chosen("", 4, 2, 16, 3, 128, 640, dtype=torch.bfloat16)),
     ("vllm_qsa", Chosen("", 4, 2, 16, 8, 4, 192, dtype=torch.bfloat16)),
@@ -202,11 +210,10 @@ def test_the_library_of_flash_attention_3(monkeypatch):
         ]
         assert softcap == 0.0 and args[15:] == (True, args[16], None, 1, 0)
         batch = cu_q.shape[0] - 1
-        if pages is not None:
-            k, v = (x[pages.long()].flatten(1, 2) for x in (k, v))
-            return [attention_with_cache(q[:, None], k, v, used, None, causal)[:, 0]]
         if cu_k is None:
-            return [attention_with_cache(q[:, None], k, v, used, None, causal)[:, 0]]
+            assert cu_q.tolist() == list(range(0, q.shape[0] + 1, longest))
+            q = q.unflatten(0, (batch, longest))
+            return [attention_with_cache(q, k, v, used, pages, causal).flatten(0, 1)]
         if longest * batch != q.shape[0]:
             return [varlen_attention(q, k, v, cu_q, cu_k, longest, longest, causal)[0]]
         parts = [x.unflatten(0, (batch, longest)) for x in (q, k, v)]
@@ -219,8 +226,9 @@ def test_the_library_of_flash_attention_3(monkeypatch):
         contender = FORWARD["fa3"].prepare(problem.build(CPU))
         contender.check(contender.run())
         assert contender.notes == {"build": "vLLM's library"}
-    for page_size in (0, 16):
-        contender = DECODE["fa3"].prepare(Decode(3, 50, 4, 2, 16, page_size, F32).build(CPU))
+    for page_size, queries in ((0, 1), (16, 1), (0, 5), (16, 5)):
+        problem = Decode(3, 50, 4, 2, 16, page_size, F32, queries=queries)
+        contender = DECODE["fa3"].prepare(problem.build(CPU))
         contender.check(contender.run())
     for packed in PACKED:
         contender = VARLEN["fa3"].prepare(packed.build(CPU))

@@ -1,9 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from blackwell_sparsek import attention, attention_decode
 from blackwell_sparsek.bench.suites.attention_problem import Attention, _sampled, attend
-from blackwell_sparsek.bench.suites.decode import Decode
+from blackwell_sparsek.bench.suites.decode import DECODE, Decode
 from blackwell_sparsek.bench.suites.gradients import check_gradients, upstream_gradient
 
 CPU = torch.device("cpu")
@@ -119,6 +121,39 @@ def test_decoding_is_checked_against_the_cache_in_order(page_size):
     assert problem.cache_bytes == 2 * 3 * 2 * 50 * 16 * 4
     if page_size:
         assert sorted(inputs.table.flatten().tolist()) == list(range(12))
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_several_queries_see_the_cache_up_to_themselves(page_size):
+    problem = Decode(2, 50, 4, 2, 16, page_size, torch.float32, queries=3)
+    inputs = problem.build(CPU)
+    assert inputs.q.shape == (2, 4, 3, 16)
+    assert inputs.seen(5).int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1] * 5]
+    where = {"cache_seqlens": inputs.lengths, "page_table": inputs.table}
+    inputs.check(attention_decode(inputs.q, inputs.k, inputs.v, **where))
+    with pytest.raises(AssertionError, match="sampled"):
+        inputs.check(attention_decode(inputs.q, inputs.k, inputs.v, causal=False, **where))
+    one = Decode(2, 50, 4, 2, 16, page_size, torch.float32)
+    assert problem.cache_bytes == one.cache_bytes
+    # of 3 * 50 pairs, the first query misses two and the second one
+    assert problem.flops == one.flops * 147 / 50
+    assert problem.title.startswith("B2 Q3 S50 H4:2 D16, ") and problem.describe()["queries"] == 3
+
+
+def test_peers_for_several_queries_align_their_mask_at_the_end():
+    several = Decode(2, 50, 4, 2, 16, 0, torch.float32, queries=3).build(CPU)
+    contender = DECODE["sdpa"].prepare(several)
+    contender.check(contender.run())
+    on_gpu = SimpleNamespace(q=SimpleNamespace(is_cuda=True), blocks=None, table=None)
+    one = "measured with one query a sequence"
+    for queries, reason in ((1, None), (3, one)):
+        on_gpu.problem = Decode(2, 50, 4, 2, 16, 0, torch.float32, queries=queries)
+        assert DECODE["sdpa_cudnn"].supports(on_gpu) == reason
+        assert DECODE["fa3"].supports(on_gpu) is None
+        assert DECODE["sdpa"].supports(on_gpu) == (reason or "measured as cuDNN")
+        on_gpu.table = several.lengths
+        assert DECODE["flashinfer"].supports(on_gpu) == reason
+        on_gpu.table = None
 
 
 def test_sparse_and_fp8_caches_are_checked_on_what_is_read():

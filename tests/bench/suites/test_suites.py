@@ -106,21 +106,25 @@ def test_the_founding_shapes():
     blocks = [case.problem for case in SUITES["block_sparse"].cases(False)]
     assert {tuple(p["block"]) for p in blocks} == {(128, 128), (64, 64), (128, 32), (128, 16)}
     decode = [case.problem for case in SUITES["decode"].cases(False)]
-    assert {(p["batch"], p["length"]) for p in decode[:-16]} == {
+    assert {(p["batch"], p["length"]) for p in decode[:-24]} == {
         (1, 1024),
         (1, 8192),
         (1, 131072),
         (16, 8192),
         (64, 4096),
     }
-    shared = {(p["heads"], p["kv_heads"], p["head_dim"], p["batch"]) for p in decode[-12:-3]}
+    shared = {(p["heads"], p["kv_heads"], p["head_dim"], p["batch"]) for p in decode[-20:-11]}
     models = ((32, 1, 128), (64, 1, 128), (64, 8, 64))
     assert shared == {(*model, batch) for model in models for batch in (1, 4, 32)}
-    assert {(p["head_dim"], p["batch"], p["page_size"]) for p in decode[-3:]} == {
+    assert {(p["head_dim"], p["batch"], p["page_size"]) for p in decode[-11:-8]} == {
         *((256, 1, 0), (256, 16, 0), (256, 16, 64)),
     }
+    several = [(p["queries"], p["batch"], p["page_size"]) for p in decode[-8:]]
+    assert several == [(q, b, size) for q in (4, 16) for b in (1, 16) for size in (0, 64)]
+    assert {(p["heads"], p["kv_heads"], p["length"]) for p in decode[-8:]} == {(32, 8, 8192)}
+    assert not any("queries" in p for p in decode[:-8])
     assert {p["page_size"] for p in decode} == {0, 16, 64, 256}
-    ragged, equal = decode[-14:-12]
+    ragged, equal = decode[-22:-20]
     assert (min(ragged["lengths"]), max(ragged["lengths"])) == (100, 32768)
     assert 0 <= sum(ragged["lengths"]) - 16 * equal["length"] < 16
     (varlen, *_) = [case.problem for case in SUITES["attention_varlen"].cases(False)]

@@ -41,7 +41,7 @@ def names_of(problem: dict[str, Any], besides: str) -> str:
         parts.append(f"GQA {heads:g}:{kv_heads:g}")
     if isinstance(problem.get("causal"), bool):
         parts.append("causal" if problem["causal"] else "full")
-    for name in ("window", "page_size"):
+    for name in ("window", "page_size", "queries"):
         if (value := amount(problem, name)) is not None:
             parts.append(f"{name.replace('_', ' ')} {value:g}")
     if "page_size" in problem:
@@ -95,7 +95,8 @@ def least_bytes(problem: Any) -> float | None:
         return None
     kv_heads = amount(problem, "kv_heads") or heads
     if "page_size" in problem:
-        return size * batch * dim * 2 * (kv_heads * length + heads)
+        queries = amount(problem, "queries") or 1
+        return size * batch * dim * 2 * (kv_heads * length + heads * queries)
     return size * batch * length * dim * 2 * (heads + kv_heads)
 
 

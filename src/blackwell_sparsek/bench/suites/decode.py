@@ -1,4 +1,4 @@
-"""Decoding one token per sequence over a contiguous or paged cache: problem, peers, suite."""
+"""Decoding one or a few tokens per sequence over a contiguous or paged cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -48,6 +48,8 @@ class Decode:
     """Whether the cache stores float8_e4m3fn."""
     shortest: int = 0
     """If not 0, lengths grow geometrically from this to `length`."""
+    queries: int = 1
+    """New tokens of each sequence, the last of the cached ones; each sees those up to itself."""
 
     @property
     def title(self) -> str:
@@ -57,7 +59,9 @@ class Decode:
         where = f"pages of {self.page_size}" if self.page_size else "contiguous"
         where += f", {self.kept:.0%} of them" if self.kept < 1 else ""
         where += ", fp8" if self.is_fp8 else ""
-        return f"B{self.batch} S{length} H{self.heads}:{self.kv_heads} D{self.head_dim}, {where}"
+        queries = f" Q{self.queries}" if self.queries > 1 else ""
+        heads = f"H{self.heads}:{self.kv_heads} D{self.head_dim}"
+        return f"B{self.batch}{queries} S{length} {heads}, {where}"
 
     def describe(self) -> dict[str, Any]:
         """The problem as the results record it."""
@@ -72,6 +76,7 @@ class Decode:
             "kept": self.kept,
             "cache_dtype": str(self.cache_dtype).split(".")[-1],
         }
+        found |= {"queries": self.queries} if self.queries > 1 else {}
         return found | {"lengths": self.lengths} if self.shortest else found
 
     @property
@@ -98,7 +103,9 @@ class Decode:
     @property
     def flops(self) -> float:
         """FLOPs: two products over the query-key pairs that are read."""
-        return 4.0 * self.kept * self.heads * sum(self.lengths) * self.head_dim
+        hidden = self.queries * (self.queries - 1) // 2
+        pairs = self.queries * sum(self.lengths) - self.batch * hidden
+        return 4.0 * self.kept * self.heads * pairs * self.head_dim
 
     @property
     def cache_bytes(self) -> int:
@@ -114,7 +121,9 @@ class Decode:
             made = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
             return made.to(self.cache_dtype)
 
-        q = values(self.batch, self.heads, 1, self.head_dim).to(self.dtype)
+        # token by token in memory, as a projection leaves them
+        q = values(self.batch, self.queries, self.heads, self.head_dim).to(self.dtype)
+        q = q.transpose(1, 2)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         if not self.page_size:
             shape = (self.batch, self.kv_heads, self.length, self.head_dim)
@@ -132,7 +141,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """q `[B, H, 1, D]`, caches and page table as `bsk.attention_decode` takes them."""
+    """q `[B, H, Q, D]`, caches and page table as `bsk.attention_decode` takes them."""
 
     problem: Decode
     q: torch.Tensor
@@ -171,13 +180,19 @@ class DecodeInputs:
         values = cache[self.table[b][listed].long(), :, kv_head].flatten(0, 1)
         return values[position < length].to(dtype)
 
+    def seen(self, keys: int) -> torch.Tensor:
+        """Which of the keys each query sees, `[Q, keys]`; the last query sees all."""
+        queries = self.problem.queries
+        every = torch.ones(queries, keys, dtype=torch.bool, device=self.k.device)
+        return every.tril(keys - queries)
+
     def check(self, out: torch.Tensor) -> None:
-        """Compare `[B, H, 1, D]` with fp64 on the queries of sampled KV heads."""
+        """Compare `[B, H, Q, D]` with fp64 on the queries of sampled KV heads."""
         if out.shape != self.q.shape:
             raise AssertionError(f"expected {list(self.q.shape)}, got {list(out.shape)}")
         heads, exact, plain = self._expected
         group = self.problem.heads // self.problem.kv_heads
-        got = torch.cat([out[b, kv * group : (kv + 1) * group, 0] for b, kv in heads])
+        got = torch.cat([out[b, kv * group : (kv + 1) * group].flatten(0, 1) for b, kv in heads])
         assert_within_budget(got, exact, plain, what="queries of sampled key heads")
 
     @cached_property
@@ -189,9 +204,9 @@ class DecodeInputs:
         heads = [divmod(number, p.kv_heads) for number in numbers]
         exact, plain = [], []
         for b, kv in heads:
-            q = self.q[b, kv * group : (kv + 1) * group, 0]
+            q = self.q[b, kv * group : (kv + 1) * group].flatten(0, 1)
             k, v = (self.sequence(x, b, kv) for x in (self.k, self.v))
-            seen = torch.ones(group, len(k), dtype=torch.bool, device=k.device)
+            seen = self.seen(len(k)).repeat(group, 1)
             exact.append(attend(q.double(), k.double(), v.double(), seen))
             plain.append(attend(q, k, v, seen))
         return heads, torch.cat(exact), torch.cat(plain)
@@ -229,9 +244,13 @@ def _ours_dense(inputs: DecodeInputs) -> Contender:
 
 
 def _sdpa(inputs: DecodeInputs, backends: list[SDPBackend]) -> Contender:
+    p = inputs.problem
+    # SDPA's own causal mask is aligned at the first key
+    mask = inputs.seen(p.length) if p.queries > 1 else None
+
     def call(x: DecodeInputs) -> torch.Tensor:
         with sdpa_kernel(backends):
-            return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=True)
+            return F.scaled_dot_product_attention(x.q, x.k, x.v, mask, enable_gqa=True)
 
     return _contender(inputs, call)
 
@@ -250,16 +269,18 @@ def _fa3(inputs: DecodeInputs) -> Contender:
         return _contender(inputs, call)
     operator, p = fa3_operator(), inputs.problem
     options = fa3_options(p.head_dim, causal=True) | {
-        "cu_seqlens_q": torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32),
-        "max_seqlen_q": 1,
+        "cu_seqlens_q": torch.arange(p.batch + 1, device=inputs.q.device, dtype=torch.int32)
+        * p.queries,
+        "max_seqlen_q": p.queries,
         "max_seqlen_k": p.length,
     }
 
     def call_library(x: DecodeInputs) -> torch.Tensor:
         k, v = _token_major(x)
-        values = {"q": x.q[:, :, 0], "k": k, "v": v, "seqused_k": x.lengths, "page_table": x.table}
+        q = x.q.transpose(1, 2).flatten(0, 1)
+        values = {"q": q, "k": k, "v": v, "seqused_k": x.lengths, "page_table": x.table}
         out: torch.Tensor = call_by_name(operator, values | options)[0]
-        return out[:, :, None]
+        return out.view(p.batch, p.queries, *out.shape[1:]).transpose(1, 2)
 
     return _contender(inputs, call_library, {"build": "vLLM's library"})
 
@@ -306,6 +327,9 @@ def _flashinfer(inputs: DecodeInputs) -> Contender:
     return _contender(inputs, call)
 
 
+_ONE_QUERY = "measured with one query a sequence"
+
+
 def _contiguous(inputs: DecodeInputs) -> str | None:
     if inputs.problem.shortest:
         return "takes equal lengths"
@@ -320,7 +344,14 @@ def _plain(inputs: DecodeInputs) -> str | None:
 
 
 def _contiguous_on_gpu(inputs: DecodeInputs) -> str | None:
-    return _on_gpu(inputs) or _contiguous(inputs)
+    reason = _on_gpu(inputs) or _contiguous(inputs)
+    # cuDNN through SDPA aligns its causal mask at the first key
+    return reason or (_ONE_QUERY if inputs.problem.queries > 1 else None)
+
+
+def _contiguous_on_cpu(inputs: DecodeInputs) -> str | None:
+    on_gpu = "measured as cuDNN" if inputs.problem.queries == 1 else _ONE_QUERY
+    return _contiguous(inputs) or (on_gpu if inputs.q.is_cuda else None)
 
 
 def _on_gpu(inputs: DecodeInputs) -> str | None:
@@ -328,7 +359,7 @@ def _on_gpu(inputs: DecodeInputs) -> str | None:
 
 
 def _paged_on_gpu(inputs: DecodeInputs) -> str | None:
-    reason = _whole_on_gpu(inputs)
+    reason = _whole_on_gpu(inputs) or (_ONE_QUERY if inputs.problem.queries > 1 else None)
     return reason or ("measured with a paged cache" if inputs.table is None else None)
 
 
@@ -350,7 +381,7 @@ DECODE = {
             "sdpa",
             "SDPA, torch's choice",
             partial(_sdpa, backends=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]),
-            supports=lambda x: _contiguous(x) or ("measured as cuDNN" if x.q.is_cuda else None),
+            supports=_contiguous_on_cpu,
             rival=True,
         ),
         Peer(
@@ -380,14 +411,14 @@ DECODE = {
 }
 
 
-# The suite; decoding is bound by reading the cache.
+# The suite; decoding one token is bound by reading the cache.
 
 SHAPES = ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096))
 PAGE_SIZES = (0, 16, 64, 256)
 
 
 def decode(tiny: bool = False) -> Iterator[Case]:
-    """32:8 heads, D128, contiguous and paged, few pages, fp8, unequal lengths; MQA; D64; D256."""
+    """Contiguous and paged, few pages, fp8, unequal lengths, several queries; MQA; D64 to D256."""
     for page_size in (0, 16) if tiny else PAGE_SIZES:
         for batch, length in ((1, 100), (3, 64)) if tiny else SHAPES:
             problem = Decode(batch, length, page_size=page_size)
@@ -397,6 +428,7 @@ def decode(tiny: bool = False) -> Iterator[Case]:
     if tiny:
         yield _case(Decode(2, 128, 4, 2, 64, 16, torch.float32, kept=0.5))
         yield _case(Decode(3, 64, 4, 2, 64, 16, torch.float32, shortest=8))
+        yield _case(Decode(2, 100, 4, 2, 64, 0, torch.float32, queries=4))
         return
     for kept in (0.1, 0.25):
         yield _case(Decode(1, 131072, page_size=64, kept=kept))
@@ -412,6 +444,11 @@ def decode(tiny: bool = False) -> Iterator[Case]:
             yield _case(Decode(batch, 8192, heads, kv_heads, dim))
     for batch, page_size in ((1, 0), (16, 0), (16, 64)):
         yield _case(Decode(batch, 8192, 16, 8, 256, page_size))
+    # drafts of speculative decoding, and short chunks of prompts
+    for queries in (4, 16):
+        for batch in (1, 16):
+            for page_size in (0, 64):
+                yield _case(Decode(batch, 8192, page_size=page_size, queries=queries))
 
 
 def _case(problem: Decode) -> Case:

@@ -7,8 +7,6 @@ from ...calls.attention import (
     AttentionCall,
     AttnSpec,
     compute_dtype,
-    empty_lse,
-    empty_out,
 )
 from ...calls.sparse_attention import SparseAttentionCall
 from . import by_block, by_query
@@ -16,9 +14,9 @@ from .parts import parts_of
 
 
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
+    """Output and lse, in the tensors of `call.empty_results`."""
     call.check_values()
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     if not by_block.is_faster(call):
         for part in parts_of(call):
             by_query.attend(part, part.own(out), part.own_lse(lse))

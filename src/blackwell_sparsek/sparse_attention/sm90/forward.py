@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ...attention.operands import score_factors, token_strides
 from ...attention.sm90.forward_plan import tma_strides
 from ...attention.sm90.forward_stages import EMPTY_K, KvStages, free_stage, zero_outputs
-from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
@@ -257,8 +256,8 @@ class RowStrides(NamedTuple):
 
 
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    """Output and lse, in the tensors of `call.empty_results`."""
+    out, lse = call.empty_results()
     config = sparse_attn_sm90_config(call.problem)
     launch_sparse_attn_fwd_sm90(call, out, lse, config, arch_of(call.q.device).num_sms)
     return out, lse

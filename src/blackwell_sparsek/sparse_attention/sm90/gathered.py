@@ -36,7 +36,6 @@ from ...attention.sm90.forward_stages import (
     free_stage,
     zero_outputs,
 )
-from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
@@ -293,8 +292,8 @@ class GatheredStrides(NamedTuple):
 
 
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    """Output and lse, in the tensors of `call.empty_results`."""
+    out, lse = call.empty_results()
     config = sparse_gathered_config(call.problem)
     unions = merge_lists(call, config.tile_t)
     launch_sparse_attn_gathered(call, out, lse, unions, config, arch_of(call.q.device).num_sms)

@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...attention.operands import score_factors, token_strides
-from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...core.arch import arch_of
 from ...core.compat import hopper_options
@@ -260,10 +259,10 @@ class LatentStrides(NamedTuple):
 
 
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of any call of impl "sm90", laid out as `empty_out` and `empty_lse` do."""
+    """Output and lse of any call of impl "sm90", in the tensors of `call.empty_results`."""
     if not is_latent(call.problem):
         return (gathered if is_gathered(call.problem) else walked).forward(call)
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    out, lse = call.empty_results()
     config = sparse_latent_config(call.problem)
     launch_sparse_attn_latent(call, out, lse, config, arch_of(call.q.device).num_sms)
     return out, lse

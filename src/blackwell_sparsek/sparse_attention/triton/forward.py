@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from ...attention.operands import score_factors, token_strides
-from ...calls.attention import empty_lse, empty_out
 from ...calls.sparse_attention import SparseAttentionCall
 from ...device.masks import kv_range, position, row_bounds, within_bounds
 from ...device.records import CuSeqlens, Score, Strides
@@ -264,8 +263,8 @@ def _sparse_attn_fwd_kernel(
 
 
 def forward(call: SparseAttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, laid out as `empty_out` and `empty_lse` do."""
-    out, lse = empty_out(call.q, call.v.shape[-1]), empty_lse(call.q)
+    """Output and lse, in the tensors of `call.empty_results`."""
+    out, lse = call.empty_results()
     config = sparse_attn_config(call.problem, fp32_precision(call.q.dtype))
     launch_sparse_attn_fwd(call, out, lse, config)
     return out, lse

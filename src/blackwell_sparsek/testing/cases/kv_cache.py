@@ -73,6 +73,26 @@ def append_case(
 
 
 @compile_cases
+def latent_append_cases() -> Iterator[CompileCase]:
+    """Appending to latent caches, whose values are a view of the keys."""
+    call = AppendCall(
+        k_cache=meta(_PAGES, 64, 1, 576, dtype=_BF16),
+        v_cache=meta(_PAGES, 64, 1, 576, dtype=_BF16)[..., :512],
+        k=meta(_BATCH, 1, 16, 576, dtype=_BF16),
+        v=meta(_BATCH, 1, 16, 576, dtype=_BF16)[..., :512],
+        cache_seqlens=_int32(_BATCH),
+        page_table=_int32(_BATCH, _PAGES),
+    )
+    name = "kv_append/paged-latent-d576-512"
+    yield launched_case(name, launch_kv_append, call, with_values=False)
+    tokens = meta(16, 1, 576, dtype=_BF16)
+    slots = meta(16, dtype=torch.int64)
+    packed = SlotsCall(call.k_cache, call.v_cache, tokens, tokens[..., :512], slots)
+    name = "kv_append_slots/latent-d576-512"
+    yield launched_case(name, launch_append_slots, packed, with_values=False)
+
+
+@compile_cases
 def append_cases() -> Iterator[CompileCase]:
     """Appending, with and without conversion to fp8."""
     for paged in (False, True):
