@@ -75,8 +75,12 @@ def explaining() -> Iterator[None]:
 
 
 def is_explaining() -> bool:
-    """Whether operators report what they would run instead of running it."""
-    return _explaining.get()
+    """Whether operators report what they would run instead of running it.
+
+    Code that is traced never does: tracers cannot read context variables, and the operators in what
+    they make are asked when it runs.
+    """
+    return not torch.compiler.is_compiling() and _explaining.get()
 
 
 def usable_in_training(make: Callable[P, T]) -> Callable[P, T]:

@@ -41,11 +41,13 @@ def names_of(problem: dict[str, Any], besides: str) -> str:
         parts.append(f"GQA {heads:g}:{kv_heads:g}")
     if isinstance(problem.get("causal"), bool):
         parts.append("causal" if problem["causal"] else "full")
-    for name in ("window", "page_size", "queries"):
+    for name in ("window", "page_size"):
         if (value := amount(problem, name)) is not None:
             parts.append(f"{name.replace('_', ' ')} {value:g}")
     if "page_size" in problem:
         parts.append(f"batch {amount(problem, 'batch') or 0:g}")
+        if (queries := amount(problem, "queries")) is not None:
+            parts.append(f"queries {queries:g}")
     if isinstance(problem.get("lengths"), list):
         parts.append("mixed lengths")
     if besides != "density" and (density := amount(problem, "density")) is not None:
