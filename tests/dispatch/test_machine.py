@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from blackwell_sparsek.core import torch_state
 from blackwell_sparsek.core.arch import Arch
 from blackwell_sparsek.core.torch_state import bf16_is_exact, bf16_mended
 from blackwell_sparsek.dispatch import machine
@@ -59,14 +60,16 @@ def test_no_kernel_runs_on_a_gpu_while_kernels_are_interpreted():
     assert machine.why_no_kernels(LOOKED_INTO) is not None
 
 
-def test_who_mends_the_interpreter_says_so():
-    before = bf16_is_exact()
+def test_who_mends_the_interpreter_says_so(monkeypatch):
+    # where kernels are interpreted, the tests mend it around each of them
+    monkeypatch.setattr(torch_state, "_mended", 0)
+    assert bf16_is_exact() is False
     with bf16_mended():
-        assert bf16_is_exact()
+        assert bf16_is_exact() is True
         with bf16_mended():
             pass
-        assert bf16_is_exact()
-    assert bf16_is_exact() is before
+        assert bf16_is_exact() is True
+    assert bf16_is_exact() is False
 
 
 def test_interpreted_products_of_bf16_are_refused_where_nobody_mended_them():

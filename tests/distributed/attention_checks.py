@@ -386,6 +386,13 @@ def dtensors(rank, world, folder):
     replicated = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
     with pytest.raises(bsk.Unsupported, match=r"are placed otherwise; expected Shard\(2\)"):
         bsk.distributed.attention(*replicated)
+    same = bsk.distributed.attention(*local, mesh=mesh, causal=True)
+    torch.testing.assert_close(same.full_tensor(), expected)
+    other = dist.init_device_mesh("cpu", (world // 2, 2))
+    text = "mesh/group does not apply to DTensors, which have a mesh; expected None, got another"
+    for where in ({"group": dist.group.WORLD}, {"group": mesh.get_group()}, {"mesh": other}):
+        with pytest.raises(bsk.InvalidInput, match=text):
+            bsk.distributed.attention(*local, **where)
 
 
 @check

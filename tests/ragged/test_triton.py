@@ -130,6 +130,26 @@ def test_keys_outside_of_the_band_are_not_read(layout, device):
     check_ragged(call)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_keys_outside_of_the_chunk_are_not_read(top_left, layout, device):
+    """Queries at the first, or the last, positions of chunks of 16, in both directions."""
+    case = RaggedCase(
+        22, q_lens=(2, 16), kv_lens=(50, 64), band=Band(None, None), chunk=16, top_left=top_left,
+        layout=layout, page_size=16,
+    )  # fmt: skip
+    call = case.build(device)
+    for b, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        first = 0 if top_left else (kv_len - q_len) // 16
+        if layout == "contiguous":
+            for x in (call.k, call.v):
+                x[b, :, : first * 16], x[b, :, (first + 1) * 16 :] = torch.nan, torch.nan
+        else:
+            call.page_table[b, :first], call.page_table[b, first + 1 :] = 12345, -7
+    attend(call)
+    check_ragged(call)
+
+
 @pytest.mark.parametrize("slopes", ["head", "sequence"])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_alibi(slopes, softcap, device):

@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 FUNCTIONS = (
     "attention/", "attention_varlen/", "scaled_dot_product_attention/", "merge_states/",
     "attention-backward/", "attention_varlen-backward/", "attention_decode/", "kv_append/",
-    "page_summaries/", "topk_pages/", "matmul/", "sddmm/", "BSRLinear-backward/", "BlockMask/",
-    "masks.topk/", "sparse_attention/", "sparse_attention-backward/", "fp8.attention/",
-    "select_keys/", "sparsek/",
+    "kv_append/slots-", "page_summaries/", "topk_pages/", "matmul/", "sddmm/",
+    "BSRLinear-backward/", "BlockMask/", "masks.topk/", "sparse_attention/",
+    "sparse_attention-backward/", "fp8.attention/", "select_keys/", "sparsek/",
 )  # fmt: skip
 
 

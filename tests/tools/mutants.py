@@ -157,7 +157,13 @@ FALLBACKS = {
     "launch/signature": [
         "launch/test_described.py",
         "launch/test_assembler.py",
+        "launch/test_cache_keys.py",
         "testing/test_compile_only.py",
+    ],
+    "launch/variants": [
+        "launch/test_launcher.py",
+        "launch/test_cache_keys.py",
+        "launch/test_described.py",
     ],
     "launch/templates": [
         "launch/test_launcher.py",
@@ -229,6 +235,7 @@ FALLBACKS = {
         "attention/test_bias.py",
     ],
     "attention/merge": ["attention/test_merge_op.py"],
+    "attention/eager/fp8": ["fp8/test_attention.py"],
     "attention/eager": ["attention/eager/test_forward.py", "attention/test_autograd.py"],
     "attention/sdpa": ["integrations/test_torch_sdpa.py", "attention/test_api.py"],
     "attention/triton": [

@@ -20,6 +20,7 @@ from ..core.errors import Unsupported
 from ..decode import api as decode_api
 from ..kv_cache import append as append_api
 from ..kv_cache import selection as selection_api
+from ..kv_cache.slots import Rotary
 from ..masks.block_mask import BlockMask
 from ..matmul.api import matmul, sddmm
 from ..nn.bsr_linear import BSRLinear
@@ -341,6 +342,36 @@ def _append_call(page_size: int | None, fp8: bool, impl: str, device: torch.devi
     return append
 
 
+def _slots_call(rotary: bool, impl: str, device: torch.device) -> Call:
+    """A packed batch; rotated, with its queries, into bf16 pages, or as it is into fp8 pages."""
+    tokens, heads, dim, pages, page_size = 21, 2, 64, 5, 16
+    dtype = BRAIN if rotary else FP8
+    caches = [
+        torch.empty(pages, page_size, heads, dim, dtype=dtype, device=device) for _ in range(2)
+    ]
+    q, k, v = (
+        normal(tokens, count, dim, seed=44 + i, dtype=BRAIN, device=device)
+        for i, count in enumerate((4, heads, heads))
+    )
+    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(8))[:tokens]
+    slots[::4] = -1
+    options: dict[str, Any] = {"slot_mapping": slots.to(device)}
+    if rotary:
+        angles = torch.outer(torch.arange(50.0), 10000.0 ** -torch.linspace(0, 1, dim // 2))
+        options["rotary"] = Rotary(angles.cos().to(device), angles.sin().to(device))
+        options |= {"positions": torch.arange(tokens, dtype=torch.int32, device=device), "q": q}
+    else:
+        options["k_scale"] = torch.ones(heads, device=device) / 4
+
+    def append() -> Results:
+        for cache in caches:
+            cache.view(torch.uint8).zero_()
+        rotated = kv_append(*caches, k, v, **options, impl=impl)
+        return (*caches, rotated) if rotary else tuple(caches)
+
+    return append
+
+
 def _summaries_call(kind: str, impl: str, device: torch.device) -> Call:
     lengths = (333, 64, 1)
     k, _, table = _cache(lengths, 2, 64, 32, BRAIN)
@@ -373,6 +404,8 @@ def _caches(impl: str) -> Iterator[FixedCall]:
     for name, page_size, fp8 in (("contiguous", None, False), ("pages16-fp8", 16, True)):
         make = partial(_append_call, page_size, fp8, impl)
         yield FixedCall(f"kv_append/{name}/{impl}", make)
+    for name, rotary in (("slots-fp8", False), ("slots-rotary", True)):
+        yield FixedCall(f"kv_append/{name}/{impl}", partial(_slots_call, rotary, impl))
     for kind in ("minmax", "mean"):
         yield FixedCall(f"page_summaries/{kind}/{impl}", partial(_summaries_call, kind, impl))
     yield FixedCall(f"topk_pages/pages32/{impl}", partial(_topk_call, impl))
