@@ -175,6 +175,26 @@ def cudnn_forward(q, k, v, q2k_block_index, q2k_block_nums=None, *, sparse_block
     return {"o_tensor": _softmax(q, k, v, seen), "lse_tensor": seen}
 
 
+def cudnn_fp8_round(q, k, v, *, v_layout):
+    assert v_layout == "bhds" and all(x.is_contiguous() for x in (q, k, v))
+    scales = [torch.ones(*x.shape[:-1]) for x in (q, k)]
+    return q, k, v.mT.contiguous(), *scales, torch.ones(v.shape[1], v.shape[3])
+
+
+def cudnn_fp8_kernel(side):
+    def forward(q, k, v, q_scale, k_scale, v_scale, q2k_block_index, block_sparse_num):
+        assert block_sparse_num == q2k_block_index.shape[-1]
+        options = {"sparse_block_size": side, "layout": "bhsd"}
+        return cudnn_forward(q, k, v.mT, q2k_block_index, **options)["o_tensor"], None
+
+    return forward
+
+
+def cudnn_fp8_forward(q, k, v, q2k_block_index, *, sparse_block_size):
+    options = {"sparse_block_size": sparse_block_size, "layout": "bhsd"}
+    return {"o_tensor": cudnn_forward(q, k, v, q2k_block_index, **options)["o_tensor"]}
+
+
 def cudnn_backward(do, q, k, v, o, lse, q2k_block_index, q2k_block_nums=None, **more):
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -287,5 +307,10 @@ MODULES = {
     "cudnn.block_sparse_attention": {
         "block_sparse_attention_forward": cudnn_forward,
         "block_sparse_attention_backward": cudnn_backward,
+        "block_sparse_attention_fp8_forward": cudnn_fp8_forward,
+    },
+    "cudnn.block_sparse_attention._fp8_quant": {"_quantize_sage_bhsd": cudnn_fp8_round},
+    "cudnn.block_sparse_attention._interface": {
+        f"_bsa_attn_fwd_sm90_fp8_blk{side}": cudnn_fp8_kernel(side) for side in (64, 128)
     },
 }

@@ -17,6 +17,8 @@ from blackwell_sparsek.bench.suites.attention_peers import FORWARD, blocks_of
 from blackwell_sparsek.bench.suites.attention_problem import Attention
 from blackwell_sparsek.bench.suites.chosen_peers import CHOSEN_PEERS
 from blackwell_sparsek.bench.suites.decode import DECODE, Decode
+from blackwell_sparsek.bench.suites.fp8 import ATTENTION_PEERS as FP8
+from blackwell_sparsek.bench.suites.fp8 import Fp8Inputs
 from blackwell_sparsek.bench.suites.gradients import BACKWARD
 from blackwell_sparsek.bench.suites.mla import PEERS as MLA
 from blackwell_sparsek.bench.suites.mla import Latent
@@ -84,6 +86,32 @@ def test_rows_with_unequal_numbers_of_blocks():
     for peers in (FORWARD, BACKWARD):
         _checked(peers["cudnn_blocks"], inputs)
     assert "q2k_block_nums" in blocks_of(inputs)
+
+
+@pytest.mark.parametrize("name", ["cudnn_blocks", "cudnn_rounding"])
+@pytest.mark.parametrize("side", [64, 128])
+def test_block_masks_in_fp8(name, side):
+    problem = Attention(1, 2, 256, 128, dtype=F32, block=(side, side), density=0.5)
+    contender = _checked(FP8[name], Fp8Inputs.of(problem, CPU))
+    wrong = contender.run().roll(1, 2)
+    with pytest.raises(AssertionError):
+        contender.check(wrong)
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({}, "needs a CUDA GPU"),
+    ({"block": (128, 64)}, "takes blocks of 64x64 and 128x128, not 128x64"),
+    ({"block": None}, "measured with block masks only"),
+    ({"kv_heads": 1}, "takes as many KV heads as query heads"),
+    ({"head_dim": 64}, "takes head dim 128, not causal"),
+    ({"causal": True}, "takes head dim 128, not causal"),
+])  # fmt: skip
+def test_what_cudnn_does_not_take_in_fp8(changes, reason, monkeypatch):
+    if "needs" not in reason:
+        monkeypatch.setattr(importing, "on_gpu", lambda inputs: None)
+    given = {"block": (64, 64), "density": 0.5, "dtype": F32, **changes}
+    problem = Attention(1, 2, 128, given.pop("head_dim", 128), **given)
+    assert FP8["cudnn_blocks"].supports(Fp8Inputs.of(problem, CPU)) == reason
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa4"])

@@ -17,22 +17,32 @@ from ...fp8 import Quantized
 from ..case import EAGER, GRAPH, Case, Contender, Peer, Suite
 from .attention import dtype_of
 from .attention_peers import (
+    CUDNN_BLOCKS,
     FA3,
     OURS,
+    blocks_of,
     call_by_name,
     fa3_available,
     fa3_operator,
     fa3_options,
     load,
+    needs,
     options_of,
+    supports_blocks,
     why_missing,
     window_of,
 )
+from .attention_peers import MODULE as CUDNN
 from .attention_problem import Attention, AttentionInputs
 from .matmul import LLAMA, Product, ProductInputs
 
 ROUNDING, WIDE, CUBLAS, DENSE, CAST = "bsk_rounding", "bsk_16bit", "cublaslt_fp8", "dense", "cast"
 _FA3 = ("flash_attn_interface", "flash_attn_func")
+CUDNN_ROUNDING = "cudnn_rounding"
+_CUDNN_FORWARD = (CUDNN, "block_sparse_attention_fp8_forward")
+# Its steps by themselves have no public names.
+_CUDNN_ROUND = (f"{CUDNN}._fp8_quant", "_quantize_sage_bhsd")
+_CUDNN_STEPS = f"{CUDNN}._interface"
 
 
 def first_impl(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -275,6 +285,47 @@ def _fa3_takes(inputs: Fp8Inputs) -> str | None:
     return _on_gpu(inputs) or blocks
 
 
+def _cudnn_attention(inputs: Fp8Inputs) -> Contender:
+    """cuDNN's kernel over what cuDNN rounds: a scale for a query, 16 keys, a channel of values."""
+    wide = inputs.wide
+    index, side = _cudnn_blocks(inputs)
+    rounded = load(*_CUDNN_ROUND)(wide.q, wide.k, wide.v, v_layout="bhds")
+    forward = load(_CUDNN_STEPS, f"_bsa_attn_fwd_sm90_fp8_blk{side}")
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = forward(*rounded, index, index.shape[-1])[0]
+        return out
+
+    return Contender(run, inputs.check, wide.flops)
+
+
+def _cudnn_rounding_attention(inputs: Fp8Inputs) -> Contender:
+    wide, forward = inputs.wide, load(*_CUDNN_FORWARD)
+    index, side = _cudnn_blocks(inputs)
+
+    def run() -> torch.Tensor:
+        made = forward(wide.q, wide.k, wide.v, index, sparse_block_size=side)
+        out: torch.Tensor = made["o_tensor"]
+        return out
+
+    return Contender(run, inputs.check, wide.flops)
+
+
+def _cudnn_blocks(inputs: Fp8Inputs) -> tuple[torch.Tensor, int]:
+    """The kept blocks of each row, and the side of a block."""
+    blocks = blocks_of(inputs.wide)
+    return blocks["q2k_block_index"], blocks["sparse_block_size"]
+
+
+def _cudnn_takes(inputs: Fp8Inputs) -> str | None:
+    p = inputs.wide.problem
+    if (reason := supports_blocks(inputs.wide)) is not None:
+        return reason
+    if p.heads != inputs.wide.k.shape[1]:
+        return "takes as many KV heads as query heads"
+    return None if (p.head_dim, p.causal) == (128, False) else "takes head dim 128, not causal"
+
+
 ATTENTION_PEERS = {
     peer.name: peer
     for peer in (
@@ -282,6 +333,22 @@ ATTENTION_PEERS = {
         Peer(ROUNDING, "bsk.fp8.attention, with rounding", _rounding_attention),
         Peer(WIDE, "bsk.attention in 16 bits", _wide_attention),
         Peer(FA3, "FlashAttention 3 in fp8", _fa3_attention, fa3_available, _fa3_takes, True),
+        Peer(
+            CUDNN_BLOCKS,
+            "cuDNN front end, block-sparse in fp8",
+            _cudnn_attention,
+            needs(*_CUDNN_ROUND),
+            _cudnn_takes,
+            True,
+        ),
+        Peer(
+            CUDNN_ROUNDING,
+            "the same with rounding",
+            _cudnn_rounding_attention,
+            needs(*_CUDNN_FORWARD),
+            _cudnn_takes,
+            True,
+        ),
     )
 }
 
@@ -300,6 +367,9 @@ def fp8_attention(tiny: bool = False) -> Iterator[Case]:
         masked = Attention(1, 32, 16384, 128, 8, block=(128, 128), density=0.22)
         problems += [masked, replace(masked, block=(64, 64))]
         problems += [replace(masked, length=65536, density=0.05)]
+        # without grouped heads, as cuDNN needs it
+        problems += [replace(masked, kv_heads=0, block=(side, side)) for side in (128, 64)]
+        problems += [replace(masked, heads=8, kv_heads=0, length=65536, density=0.05)]
     for problem in problems:
         build = partial(Fp8Inputs.of, problem)
         dense = 4.0 * problem.head_dim * problem.batch * problem.heads * problem.length**2
