@@ -239,6 +239,8 @@ def test_errors_of_shards():
         plan.join([torch.zeros(2, 32)])
     with pytest.raises(bsk.InvalidInput, match=r"shards\[1\] has a wrong shape; expected 32"):
         plan.join([torch.zeros(2, 32), torch.zeros(2, 31)])
+    with pytest.raises(bsk.InvalidType, match=r"Plan\.join: shards\[1\] is not a tensor"):
+        plan.join([torch.zeros(2, 32), [[0.0] * 32] * 2])
     with pytest.raises(bsk.InvalidInput, match="group does not exist; expected"):
         plan.unshard(torch.zeros(2, 32))
     with pytest.raises(bsk.InvalidInput, match="shard: rank is unknown; expected a rank, or torch"):

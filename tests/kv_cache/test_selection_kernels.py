@@ -147,6 +147,21 @@ def test_a_table_without_any_token_is_not_followed(summarise, device):
     assert not got.low.any() and not got.high.any()
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 16, 8), (3, 0, 16, 8), (3, 2, 0, 8)], ids=str)
+@pytest.mark.parametrize("paged", [False, True])
+def test_nothing_is_launched_without_pages(shape, paged, monkeypatch, device):
+    """A GPU takes no launch of no programs."""
+    monkeypatch.setattr(selection_kernels, "launch", lambda *args, **options: pytest.fail("launch"))
+    batch, heads, slots, dim = shape
+    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+    table, cache = None, torch.zeros(shape, device=device)
+    if paged:
+        table = torch.zeros(batch, slots // 8, dtype=torch.int32, device=device)
+        cache = torch.zeros(5, 8, heads, dim, device=device)
+    out = empty_summaries(cache, "minmax", 8, paged=paged)
+    launch_page_summaries(*out[:2], cache, lengths, table, 8, None)
+
+
 def exact_lists(q, summaries, k, lengths, table, keep_first, keep_last, reduce):
     """The definition, page by page in fp64."""
     low, high, page_size = summaries.low.cpu(), summaries.high.cpu(), summaries.page_size

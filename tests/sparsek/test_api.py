@@ -49,6 +49,17 @@ def test_normal_rows_take_few_steps(k, monkeypatch):
     assert_within_budget(p, reference.sparsek(z, limit)[0], plain)
 
 
+def test_rows_that_are_halved_take_newtons_steps_between(monkeypatch):
+    """Halving alone takes more than 50 steps for the digits of fp64."""
+    monkeypatch.setattr(eager, "FREE_STEPS", 0)
+    monkeypatch.setattr(eager, "MAX_STEPS", 30)
+    z, limit = inputs.normal(8, 500, seed=1, dtype=torch.float64), torch.tensor(30.0).double()
+    p, tau = bsk.sparsek(z, 30.0, return_threshold=True)
+    exact, exact_tau = reference.sparsek(z, limit)
+    assert_within_budget(p, exact, exact)
+    assert_within_budget(tau, exact_tau, exact_tau)
+
+
 @pytest.mark.parametrize("k", [0.5, 1.0, 60.0, 299.5])
 def test_rows_that_mislead_the_first_guess(k):
     z = inputs.normal(6, 300, seed=16)
@@ -111,6 +122,15 @@ def test_gradients_are_those_of_the_formula(needs):
     exact = torch.autograd.grad(loss(*reference.sparsek(z, k)), (z, k))
     for name, a, b in zip("zk", ours, exact, strict=True):
         assert_within_budget(a, b, b, what=f"d{name}")
+
+
+def test_weights_of_exactly_0_and_1_do_not_move():
+    z = torch.tensor([1.0, 0.5, 0.5, 0.0], requires_grad=True)
+    k = torch.tensor(2.0, requires_grad=True)
+    p, tau = bsk.sparsek(z, k, return_threshold=True)
+    assert p.tolist() == [1.0, 0.5, 0.5, 0.0] and tau == 0
+    dz, dk = torch.autograd.grad(p, (z, k), torch.tensor([8.0, 3.0, 1.0, 5.0]))
+    assert dz.tolist() == [0.0, 1.0, -1.0, 0.0] and dk == 2
 
 
 def test_half_precision_gradients_take_the_same_entries_as_the_forward():

@@ -254,6 +254,10 @@ FALLBACKS = {
         "distributed/test_simulated_ranks.py",
         "distributed/test_ranks.py",
     ],
+    "distributed/collectives": [
+        "distributed/test_simulated_ranks.py",
+        "distributed/test_ranks.py",
+    ],
     "distributed/call": ["distributed/test_simulated_ranks.py", "distributed/test_ranks.py"],
     "distributed/decode": ["distributed/test_ranks.py"],
     "distributed/group": ["distributed/test_alone.py", "distributed/test_ranks.py"],

@@ -104,15 +104,17 @@ def test_numbers_out_of_range(device):
         lengths=(12, 90), granularity=4, most=6, device=device
     )
     ids, counts = chosen.ids.clone(), chosen.counts.clone()
-    ids[0, 0, 2:6] = torch.tensor([0, 1, 2, 3, 4, 5], device=device)
+    ids[0, 0, 2:7] = torch.tensor([0, 1, 2, 3, 4, 5], device=device)
     ids[0, 0, 2, 5], ids[0, 0, 3, 5], ids[0, 0, 4, 0] = 23, 2**31 - 1, -7
-    counts[0, 0, 2:6] = 6
+    # in the other half of the tile too
+    ids[0, 0, 6, 5] = 24
+    counts[0, 0, 2:7] = 6
     counts[0, 0, 7], counts[0, 0, 8] = 7, -1
     bad = bsk.KeySelection._from_tensors(ids, counts, 4, 90)
     call, found = merged(((q, k, v, bad), options), 10)
     sections, wrong = found[0]
     assert (sections, wrong) == expected(call, 10, 0)
-    assert wrong == 1 << 2 | 1 << 3 | 1 << 4 | 1 << 7 | 1 << 8
+    assert wrong == 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7 | 1 << 8
 
 
 def test_lists_that_do_not_ascend_stay_in_their_places(device):
