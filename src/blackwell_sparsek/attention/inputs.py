@@ -163,9 +163,9 @@ def _number(op: str, arg: str, value: Any) -> float:
     return number
 
 
-def scale_or_default(op: str, scale: Any, head_dim: int, arg: str = "scale") -> float:
-    """`scale`, by default 1/sqrt(D); `arg` is what the caller named it."""
-    return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else _number(op, arg, scale)
+def scale_or_default(op: str, scale: Any, head_dim: int) -> float:
+    """`scale`, by default 1/sqrt(D)."""
+    return 1.0 / math.sqrt(max(head_dim, 1)) if scale is None else _number(op, "scale", scale)
 
 
 def softcap_or_off(op: str, softcap: Any) -> float:
@@ -178,15 +178,15 @@ def softcap_or_off(op: str, softcap: Any) -> float:
     return value
 
 
-def check_sinks(op: str, sinks: Any, q: torch.Tensor, arg: str = "sinks") -> None:
-    """Check that there is one sink per query head; `arg` is what the caller named them."""
+def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
+    """Check that there is one sink per query head."""
     if sinks is None:
         return
-    check_tensor(op, arg, sinks)
-    check_tangent(op, arg, sinks)
-    check_dtype(op, arg, sinks, DTYPES)
-    check_shape(op, arg, sinks, [q.shape[1]])
-    check_same_device(op, {"q": q, arg: sinks})
+    check_tensor(op, "sinks", sinks)
+    check_tangent(op, "sinks", sinks)
+    check_dtype(op, "sinks", sinks, DTYPES)
+    check_shape(op, "sinks", sinks, [q.shape[1]])
+    check_same_device(op, {"q": q, "sinks": sinks})
 
 
 def fitted_mask(block_mask: Any, sq: Any, sk: Any) -> Any:

@@ -47,11 +47,6 @@ class AppendCall:
         """The properties that the choice of an implementation depends on."""
         return _problem(self.k, self.k_cache, self.page_table)
 
-    @cached_property
-    def keys_hold_values(self) -> bool:
-        """Whether writing the keys writes the values too, as in a latent cache."""
-        return values_are_keys(self.k_cache, self.v_cache) and values_are_keys(self.k, self.v)
-
 
 @dataclass(frozen=True, eq=False)
 class SlotsCall:
@@ -84,10 +79,10 @@ class SlotsCall:
         """The properties that the choice of an implementation depends on."""
         return CacheProblem(arch_of(self.k.device), self.k.dtype, self.k_cache.dtype, True)
 
-    @cached_property
-    def keys_hold_values(self) -> bool:
-        """Whether writing the keys writes the values too, as in a latent cache."""
-        return values_are_keys(self.k_cache, self.v_cache) and values_are_keys(self.k, self.v)
+
+def keys_hold_values(call: AppendCall | SlotsCall) -> bool:
+    """Whether writing the keys writes the values too, as in a latent cache."""
+    return values_are_keys(call.k_cache, call.v_cache) and values_are_keys(call.k, call.v)
 
 
 @dataclass(frozen=True, eq=False)

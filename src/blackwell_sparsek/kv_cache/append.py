@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..calls.cache import AppendCall
+from ..calls.cache import AppendCall, keys_hold_values
 from ..calls.decode import values_lie_as_in_keys
 from ..core.checks import (
     check_choice,
@@ -283,7 +283,7 @@ def append_eager(call: AppendCall) -> None:
     outer = outer.clamp(0, k_slots.shape[0] - 1).flatten()
     slot = slot.clamp(0, k_slots.shape[1] - 1).flatten()
     tensors = ((k_slots, k, call.k_scale), (v_slots, call.v, call.v_scale))
-    for slots, new, scale in tensors[:1] if call.keys_hold_values else tensors:
+    for slots, new, scale in tensors[:1] if keys_hold_values(call) else tensors:
         rows = as_stored(new, scale, slots.dtype).transpose(1, 2).flatten(0, 1)
         if slots.dtype == FP8:
             slots = slots.view(torch.uint8)

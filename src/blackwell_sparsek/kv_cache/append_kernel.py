@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..calls.cache import AppendCall
+from ..calls.cache import AppendCall, keys_hold_values
 from ..device.fp8 import e4m3_bits
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
@@ -171,7 +171,7 @@ def append(call: AppendCall) -> None:
     launch_kv_append(
         call,
         converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
-        with_values=not call.keys_hold_values,
+        with_values=not keys_hold_values(call),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calls.cache import CacheProblem, SlotsCall
+from ..calls.cache import CacheProblem, SlotsCall, keys_hold_values
 from ..calls.decode import values_are_keys, values_lie_as_in_keys
 from ..core.checks import (
     check_choice,
@@ -269,7 +269,7 @@ def append_eager(call: SlotsCall) -> None:
     live = (slot >= 0) & (slot < pages * page_size)
     slot = torch.where(live, slot, 0)
     tensors = ((call.k_cache, k, call.k_scale), (call.v_cache, call.v, call.v_scale))
-    for cache, new, scale in tensors[:1] if call.keys_hold_values else tensors:
+    for cache, new, scale in tensors[:1] if keys_hold_values(call) else tensors:
         rows = as_stored(new.unsqueeze(2), scale, cache.dtype).squeeze(2)
         if cache.dtype == FP8:
             cache = cache.view(torch.uint8)

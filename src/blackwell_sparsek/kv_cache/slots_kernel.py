@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..calls.cache import SlotsCall
+from ..calls.cache import SlotsCall, keys_hold_values
 from ..device.records import Strides
 from ..launch.launcher import cdiv, launch, on_device_of
 from .append_kernel import (
@@ -186,7 +186,7 @@ def append(call: SlotsCall) -> None:
     launch_append_slots(
         call,
         converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
-        with_values=not call.keys_hold_values,
+        with_values=not keys_hold_values(call),
     )
 
 

@@ -308,8 +308,8 @@ def attention_varlen(
     in_fp8 = is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype)
     # the kernels for caches know slopes too, and keys alone in fp8, but neither gradients nor masks
     if plain and (
-        (alibi_slopes is None and (in_fp8 or getattr(k, "dtype", None) != FP8))
-        or in_fp8
+        in_fp8
+        or (alibi_slopes is None and getattr(k, "dtype", None) != FP8)
         or block_mask is not None
         or _wants_gradients(q, k, v, sinks)
     ):
