@@ -9,6 +9,7 @@ them honoured or refused by name (`Unsupported`). Layouts are flash-attn's: [B, 
 they are accepted and not used.
 """
 
-from .functions import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .functions import flash_attn_func, flash_attn_varlen_func
+from .with_kvcache import flash_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
