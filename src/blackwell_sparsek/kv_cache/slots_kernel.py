@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..calls.cache import SlotsCall, keys_hold_values
 from ..device.records import Strides
@@ -22,6 +23,7 @@ from ..launch.launcher import cdiv, launch, on_device_of
 from .append_kernel import (
     INT32_MAX,
     MIN_SM_CONVERTS_FP8,
+    MIN_SM_PDL,
     AppendStrides,
     HeadScale,
     Rows,
@@ -121,8 +123,14 @@ def _append_slots_kernel(
     INTERLEAVED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     CONVERTS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V."""
+    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V.
+
+    PDL: the next kernel may start at once; it waits before it reads the cache.
+    """
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     exists = row < num_rows
     head = (row % heads).to(tl.int64)
@@ -167,8 +175,16 @@ def _rotate_kernel(
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rotate rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of Q into a contiguous tensor."""
+    """Rotate rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of Q into a contiguous tensor.
+
+    PDL: starts while `_append_slots_kernel` still runs, of which it needs nothing. What both read
+    was complete before that one began. It ends after it, so that kernels which wait for the end of
+    this one also wait for the cache.
+    """
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     exists = row < num_rows
     head = (row % heads).to(tl.int64)
@@ -179,6 +195,8 @@ def _rotate_kernel(
         to, src, HeadScale(None, 0), head, token, exists, exists, angles, shape,
         HEAD_DIM, ROTATED, INTERLEAVED, False,
     )  # fmt: skip
+    if PDL:
+        gdc_wait()
 
 
 def append(call: SlotsCall) -> None:
@@ -187,11 +205,12 @@ def append(call: SlotsCall) -> None:
         call,
         converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
         with_values=not keys_hold_values(call),
+        pdl=call.problem.arch.sm >= MIN_SM_PDL,
     )
 
 
 def launch_append_slots(
-    call: SlotsCall, *, converts_fp8: bool = False, with_values: bool = True
+    call: SlotsCall, *, converts_fp8: bool = False, with_values: bool = True, pdl: bool = False
 ) -> None:
     """Write into the caches of a call, and into `q_out`, which is contiguous.
 
@@ -200,6 +219,8 @@ def launch_append_slots(
     call : caches of the dtype of k, or float8_e4m3fn; k and v in fp16, bf16 or fp32
     converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
     with_values : whether values are written; those of a latent cache are part of its keys
+    pdl : let each kernel start before the one before it has ended, and the next one before these
+        have (sm_90 on)
     """
     k_cache, v_cache, k, v, q = call.k_cache, call.v_cache, call.k, call.v, call.q
     tokens, heads, head_dim = k.shape
@@ -243,6 +264,7 @@ def launch_append_slots(
                 call.interleaved,
                 tile_rows,
                 converts_fp8 and k_cache.dtype == torch.float8_e4m3fn,
+                pdl,
             )
             launch(_append_slots_kernel, cdiv(tokens * heads, tile_rows), args, num_warps=4)
         if q is not None and q.numel():
@@ -250,9 +272,11 @@ def launch_append_slots(
             assert rows <= INT32_MAX - tile_rows, rows
             args = (
                 *(call.q_out, q, angles, shape, _packed_strides(q), rows, q.shape[1]),
-                *(head_dim, rotated, call.interleaved, tile_rows),
+                *(head_dim, rotated, call.interleaved, tile_rows, pdl),
             )
-            launch(_rotate_kernel, cdiv(rows, tile_rows), args, num_warps=4)
+            # the interpreter does not know the option
+            options = {"launch_pdl": True} if pdl else {}
+            launch(_rotate_kernel, cdiv(rows, tile_rows), args, num_warps=4, **options)
 
 
 def _packed_strides(x: torch.Tensor) -> Strides:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ...calls.cache import AppendCall, SlotsCall, SummariesCall, TopkCall
-from ...kv_cache.append_kernel import MIN_SM_CONVERTS_FP8, launch_kv_append
+from ...kv_cache.append_kernel import MIN_SM_CONVERTS_FP8, MIN_SM_PDL, launch_kv_append
 from ...kv_cache.selection_kernels import (
     _page_scores_kernel,
     _select_pages_kernel,
@@ -46,7 +46,12 @@ def _tokens(head_dim: int, dtype: torch.dtype, heads_inner: bool) -> torch.Tenso
 
 
 def append_case(
-    dtype: torch.dtype, stored: torch.dtype, dims: tuple[int, int], converts: bool, paged: bool
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    dims: tuple[int, int],
+    converts: bool,
+    paged: bool,
+    pdl: bool = False,
 ) -> CompileCase:
     """A launch that appends tokens; those for a paged cache are token by token in memory."""
     kind = f"{'paged' if paged else 'contiguous'}-{_name(dtype)}-to-{_name(stored)}"
@@ -63,12 +68,15 @@ def append_case(
         k_scale=scale,
         v_scale=scale,
     )
+    oldest = MIN_SM_PDL if pdl else MIN_SM_CONVERTS_FP8 if converts else 0
+    kind += f"{'-converted' if converts else ''}{'-pdl' if pdl else ''}"
     return launched_case(
-        f"kv_append/{kind}{'-converted' if converts else ''}-d{head_dim}-{head_dim_v}",
+        f"kv_append/{kind}-d{head_dim}-{head_dim_v}",
         launch_kv_append,
         call,
         converts_fp8=converts,
-        archs=tuple(sm for sm in ALL_ARCHS if sm >= MIN_SM_CONVERTS_FP8 or not converts),
+        pdl=pdl,
+        archs=tuple(sm for sm in ALL_ARCHS if sm >= oldest),
     )
 
 
@@ -100,6 +108,7 @@ def append_cases() -> Iterator[CompileCase]:
         yield append_case(_FP16, _FP16, (64, 40), False, paged)
         yield append_case(_BF16, _FP8, (128, 128), False, paged)
         yield append_case(_BF16, _FP8, (128, 128), True, paged)
+        yield append_case(_BF16, _BF16, (128, 128), False, paged, pdl=True)
         yield append_case(_FP32, _FP32, (192, 320), False, paged)
 
 
@@ -219,4 +228,5 @@ def slots_cases() -> Iterator[CompileCase]:
                 sm=sm,
                 archs=(sm,),
                 converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
+                pdl=sm >= MIN_SM_PDL,
             )
