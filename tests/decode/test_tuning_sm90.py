@@ -105,8 +105,8 @@ def test_lengths_pages_and_options_do_not_change_the_tiles():
 
 
 def test_one_sequence_starts_early_and_many_fp8_heads_take_long_tiles():
-    assert attn_decode_sm90_launch(problem(batch=1)).config.PDL
-    assert not attn_decode_sm90_launch(problem(batch=2)).config.PDL
+    assert attn_decode_sm90_launch(problem(batch=1)).config.SINGLE
+    assert not attn_decode_sm90_launch(problem(batch=2)).config.SINGLE
     for batch, tile_n in ((1, 64), (4, 64), (5, 128)):
         launch = attn_decode_sm90_launch(problem(batch=batch, cache_dtype=torch.float8_e4m3fn))
         assert launch.config.WORDS and tile_n == launch.config.TILE_N
@@ -147,14 +147,14 @@ def test_compile_cases_are_what_is_launched():
     for call in DECODE_SM90:
         config = call.config
         # few softmaxes have many parts
-        kv_heads = 8 if config.PDL and not config.COMBINED else 1
+        kv_heads = 8 if config.SINGLE and not config.COMBINED else 1
         batch = 17 if config.WORDS and config.TILE_N == 64 else 140
         launch = attn_decode_sm90_launch(
             problem(
                 head_dim=config.TILE_D, head_dim_v=config.TILE_DV, page_size=config.PAGE_SIZE,
                 block_size=config.BLOCK_KV, heads_q=config.ROWS * kv_heads, heads_kv=kv_heads,
                 cache_dtype=torch.float8_e4m3fn if config.WORDS else torch.bfloat16,
-                batch=1 if config.PDL else batch,
+                batch=1 if config.SINGLE else batch,
             )
         )  # fmt: skip
         assert launch.config == config, call.name

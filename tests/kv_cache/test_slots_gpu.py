@@ -271,7 +271,7 @@ def test_repeated_calls_take_recorded_launches(stored, index, monkeypatch):
 
 
 def test_repeated_rotations_take_recorded_launches(monkeypatch):
-    """Both launches, and each time into new queries."""
+    """Each time into new queries."""
     monkeypatch.setattr(by_slots, "_RECORDED", {})
     given = batch(tokens=33, heads=2)
     made = []

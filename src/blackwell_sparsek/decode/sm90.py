@@ -39,7 +39,6 @@ from ..calls.decode import DecodeCall
 from ..core.compat import hopper_options
 from ..device.fp8 import turned_back
 from ..device.gluon.fp8_operands import column_of_slot, half_range, key_operand, value_operand
-from ..device.gluon.memory import touch
 from ..device.gluon.partials import columns_of, merge_parts, rows_of, store_part
 from ..device.gluon.pipeline import (
     barriers,
@@ -341,9 +340,9 @@ def _consume(consume, shared, CFG: gl.constexpr):
     program = gl.program_id(0)
     step = 0
     number = 0
-    if CFG.PDL:
+    if CFG.SINGLE:
         gdc_wait()
-        if (keys.batch == 1) & (consume.num_splits > 0):
+        if consume.num_splits > 0:
             # the head is known before the length is
             head_tile = program // consume.num_splits
             sequence = gl.where(head_tile < heads.kv * q_tiles, 0, -1)
@@ -353,7 +352,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
         queries = read_queries(consume, shared, sequence, head_tile, q_tiles, CFG)
     split = Split(*take(shared.splits, number))
     while split.sequence >= 0:
-        if not CFG.PDL:
+        if not CFG.SINGLE:
             queries = read_queries(consume, shared, split.sequence, split.head_tile, q_tiles, CFG)
         factor, inside = put_queries(consume.q_smem, queries.q, queries.k_scale, score, CFG)
         # divisions, while the keys are being copied
@@ -436,7 +435,7 @@ def _consume(consume, shared, CFG: gl.constexpr):
                     )  # fmt: skip
         number += 1
         split = Split(*take(shared.splits, number))
-        if CFG.PDL:  # noqa: SIM102
+        if CFG.SINGLE:  # noqa: SIM102
             if split.sequence >= 0:
                 queries = read_queries(
                     consume, shared, split.sequence, split.head_tile, q_tiles, CFG
@@ -481,11 +480,9 @@ def _attn_decode_sm90_kernel(
     `num_splits` is the number of programs per softmax, 0 if there are more softmaxes than programs.
     """
     first_length = batch
-    if CFG.PDL:
+    if CFG.SINGLE:
         # PDL: the next kernel may start as soon as there is room for it; it waits where it must
         gdc_launch_dependents()
-        # everything depends on the lengths, which the previous kernel may still write
-        touch(seqlens_ptr)
     else:
         # everything depends on the lengths, so the first load is issued before all else
         first_length = gl.load(seqlens_ptr)
@@ -554,7 +551,7 @@ def launch_attn_decode_sm90(
     out : [B, Hq, Sq, Dv], contiguous in the last dimension; all of it is written
     lse : fp32 [B, Hq, Sq], contiguous
     call : validated; caches with strides and addresses that TMA accepts and at least one slot
-    config : tiles
+    config : tiles; SINGLE for a batch of one
     programs : how many programs split the tiles of all sequences and heads
     places : int32 [B], for one query of each sequence: its row of the page table, the lists or a
         contiguous cache, -1 for a query without a sequence. Then `lse` is [Hq, B], and parts are
@@ -564,6 +561,7 @@ def launch_attn_decode_sm90(
     batch, heads_q, q_len, _ = q.shape
     if batch * heads_q * q_len == 0:
         return
+    assert batch == 1 or not config.SINGLE, f"{batch=} {config=}"
     assert places is None or not (config.COMBINED or q_len > 1), f"{q_len=} {config=}"
     if config.WORDS:
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
@@ -578,7 +576,7 @@ def launch_attn_decode_sm90(
             records_of_softmaxes(call, config),
         )
         args = kernel_arguments(out, lse, call, descriptors, workspace, config, programs, places)
-        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.PDL}
+        options = {"num_warps": 4, "maxnreg": config.MAX_REGISTERS, "launch_pdl": config.SINGLE}
         options |= hopper_options()
         launch(_attn_decode_sm90_kernel, programs, args, **options)
         if config.COMBINED:

@@ -94,7 +94,7 @@ class SharedState(NamedTuple):
     """Channel of `Split`s."""
     keys: Any
     first_length: Any
-    """Length of the first sequence; with PDL it is not read yet."""
+    """Length of the first sequence; with SINGLE it is not read yet."""
     heads: Any
     places_ptr: Any
     """Where the keys of each sequence are found: its row of the page table, of the lists and of a
@@ -566,7 +566,7 @@ def produce_tiles(produce, shared, CFG: gl.constexpr):
     if CFG.pair > 1:
         cluster_barrier()
         rank = cluster_rank()
-    if CFG.PDL:
+    if CFG.SINGLE:
         # nothing that an earlier kernel may have written is read before this
         gdc_wait()
         first_length = gl.load(keys.seqlens_ptr)

@@ -148,7 +148,7 @@ class DecodeSm90Config(CopiedKeys):
     which STAGES are in flight. TILE_D and TILE_DV are the head dims. PAGE_SIZE is None for a
     contiguous cache, BLOCK_KV is None without lists of blocks. The kernel is compiled for
     MAX_REGISTERS per thread, of which the producer gives back all but PRODUCER_REGISTERS. WORDS: an
-    fp8 cache, copied as words of four values. PDL: one sequence, whose time is mostly prologue
+    fp8 cache, copied as words of four values. SINGLE: one sequence, whose time is mostly prologue
     and epilogue, so that the kernel uses programmatic dependent launch (PDL). COMBINED: parts of a
     softmax are combined by a separate launch (`combine.py`).
     """
@@ -163,7 +163,7 @@ class DecodeSm90Config(CopiedKeys):
     PRODUCER_REGISTERS: int
     MAX_REGISTERS: int
     WORDS: bool
-    PDL: bool
+    SINGLE: bool
     COMBINED: bool = False
 
     def __post_init__(self) -> None:
@@ -227,7 +227,7 @@ def make_config(
     *,
     tile_n: int = 64,
     words: bool = False,
-    pdl: bool = False,
+    single: bool = False,
     combined: bool = False,
 ) -> DecodeSm90Config:
     """The configuration for these packed rows, head dims, pages and listed blocks."""
@@ -253,7 +253,7 @@ def make_config(
         PRODUCER_REGISTERS=(64 if copies <= 4 else 88) if scattered else 40,
         MAX_REGISTERS=168 if tall or wide else 128,
         WORDS=words,
-        PDL=pdl,
+        SINGLE=single,
         COMBINED=combined,
     )
 
@@ -278,7 +278,7 @@ def attn_decode_sm90_launch(problem: DecodeProblem) -> DecodeSm90Launch:
         problem.page_size,
         problem.block_size,
         is_fp8,
-        True,
+        problem.batch == 1,
     )
 
 
@@ -292,7 +292,7 @@ def _launch(
     page_size: int | None,
     block_kv: int | None,
     is_fp8: bool,
-    pdl: bool,
+    single: bool,
 ) -> DecodeSm90Launch:
     packed = next((size for size in (8, 16, 32) if rows <= size), 64)
     if dim_v > 128:
@@ -320,7 +320,7 @@ def _launch(
     #   128 keys, 3 stages, 2 programs:         78.0 / 140.5 / 80.8 / 12.2
     config = make_config(
         packed, dim, dim_v, page_size, block_kv,
-        tile_n=128 if many or short else 64, words=is_fp8, pdl=pdl,
+        tile_n=128 if many or short else 64, words=is_fp8, single=single,
         combined=_combined(min(rows, packed), programs, softmaxes * cdiv(rows, packed)),
     )  # fmt: skip
     return DecodeSm90Launch(config, programs)
@@ -393,7 +393,7 @@ class LatentConfig(CopiedKeys):
         return 2 if self.PAIRED else 1
 
     @property
-    def PDL(self) -> bool:
+    def SINGLE(self) -> bool:
         """Whether the producer waits for the kernel before this one: PDL gained nothing here."""
         return False
 

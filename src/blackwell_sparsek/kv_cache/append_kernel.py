@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..calls.cache import AppendCall, keys_hold_values
 from ..device.fp8 import e4m3_bits
@@ -28,8 +27,8 @@ TILE_ELEMENTS = 1024
 MAX_TILE_D = 256
 # Rows and slots are int32: divisions of int64 cost more than the copy of a decoding step.
 INT32_MAX = 2**31 - 1
-# From here on GPUs have an instruction that converts to fp8, and PDL.
-MIN_SM_CONVERTS_FP8, MIN_SM_PDL = 89, 90
+# From here on GPUs have an instruction that converts to fp8.
+MIN_SM_CONVERTS_FP8 = 89
 
 
 class AppendStrides(NamedTuple):
@@ -125,14 +124,8 @@ def _kv_append_kernel(
     TILE_ROWS: tl.constexpr,
     HEADS_INNER: tl.constexpr,
     CONVERTS_FP8: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V.
-
-    PDL: the next kernel, usually decoding, may start at once; it waits before it reads the cache.
-    """
-    if PDL:
-        gdc_launch_dependents()
+    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     exists = row < num_rows
     batch = (row // (heads * tokens)).to(tl.int64)
@@ -179,12 +172,11 @@ def append(call: AppendCall) -> None:
         call,
         converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
         with_values=not keys_hold_values(call),
-        pdl=call.problem.arch.sm >= MIN_SM_PDL,
     )
 
 
 def launch_kv_append(
-    call: AppendCall, *, converts_fp8: bool = False, with_values: bool = True, pdl: bool = False
+    call: AppendCall, *, converts_fp8: bool = False, with_values: bool = True
 ) -> None:
     """Write into the caches of a call.
 
@@ -193,7 +185,6 @@ def launch_kv_append(
     call : caches of the dtype of k, or float8_e4m3fn; k and v in fp16, bf16 or fp32
     converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
     with_values : whether values are written; those of a latent cache are part of its keys
-    pdl : let the next kernel start before this one has ended (sm_90 on)
     """
     k_cache, v_cache, k, v, page_table = call.k_cache, call.v_cache, call.k, call.v, call.page_table
     batch, heads, tokens, head_dim = k.shape
@@ -239,7 +230,6 @@ def launch_kv_append(
         # in the order in which the new tokens lie in memory: steps of 2 MB halve the speed
         tokens == 1 or k.stride(1) < k.stride(2),
         converts_fp8 and k_cache.dtype == torch.float8_e4m3fn,
-        pdl,
     )
     with on_device_of(k):
         launch(_kv_append_kernel, cdiv(num_rows, tile_rows), args, num_warps=4)

@@ -4,10 +4,10 @@
     cache[slot // page_size, slot % page_size, h] = rotated(k[t, h])       slot = slot_mapping[t]
 
 k [T, Hkv, D], v [T, Hkv, Dv]; pages [pages, page_size, Hkv, D], any strides with a contiguous last
-dimension. One program handles TILE_ROWS of the T*Hkv rows of K and of V; another launch rotates the
-T*Hq rows of Q. A row whose slot is -1 or does not exist is not written; a position without a row in
-`cos` and `sin` gives NaN. fp8 caches are given as uint8. Called as impl "triton" of
-`bsk::kv_append_slots`.
+dimension. One program handles TILE_ROWS of the T*Hkv rows of K and of V, or rotates TILE_ROWS of
+the T*Hq rows of Q into a tensor of their own. A row whose slot is -1 or does not exist is not
+written; a position without a row in `cos` and `sin` gives NaN. fp8 caches are given as uint8.
+Called as impl "triton" of `bsk::kv_append_slots`.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..calls.cache import SlotsCall, keys_hold_values
 from ..device.records import Strides
@@ -23,7 +22,6 @@ from ..launch.launcher import cdiv, launch, on_device_of
 from .append_kernel import (
     INT32_MAX,
     MIN_SM_CONVERTS_FP8,
-    MIN_SM_PDL,
     AppendStrides,
     HeadScale,
     Rows,
@@ -54,67 +52,106 @@ class TableShape(NamedTuple):
 
 
 @triton.jit
-def _rotate(
-    x, src, offs_d, there, angles, shape, token, exists,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Columns `offs_d` of rows x, the first ROTATED of them rotated with their partners."""
-    HALF: tl.constexpr = ROTATED // 2
-    if INTERLEAVED:
-        partner = offs_d ^ 1
-        pair = offs_d // 2
-        second = offs_d % 2 == 1
-    else:
-        partner = tl.where(offs_d < HALF, offs_d + HALF, offs_d - HALF)
-        pair = offs_d % HALF
-        second = offs_d >= HALF
-    turns = (offs_d < ROTATED)[None, :]
-    other = tl.load(src.ptr + src.offsets[:, None] + partner[None, :], there & turns, other=0.0)
-    position = tl.load(angles.positions + token, mask=exists, other=0).to(tl.int64)
-    known = (exists & (position >= 0) & (position < shape.rows))[:, None] & turns
-    cos_at = angles.cos + (position * shape.cos_stride)[:, None] + pair[None, :]
-    sin_at = angles.sin + (position * shape.sin_stride)[:, None] + pair[None, :]
-    cos = tl.load(cos_at, known, other=float("nan")).to(tl.float32)
-    sin = tl.load(sin_at, known, other=float("nan")).to(tl.float32)
-    sin = tl.where(second[None, :], sin, -sin)
-    turned = x.to(tl.float32) * cos + other.to(tl.float32) * sin
-    return tl.where(turns, turned.to(x.dtype), x)
+def _store(to, offs_d, inside, x, scale, head, exists, live, CONVERTS_FP8: tl.constexpr):
+    """Store columns `offs_d` of rows as `to` holds them."""
+    x = as_stored(x, scale, head, exists, to.ptr.dtype.element_ty, CONVERTS_FP8)
+    tl.store(to.ptr + to.offsets[:, None] + offs_d[None, :], x, live[:, None] & inside[None, :])
 
 
 @triton.jit
-def _copy_rows(
+def _write_rotated(
+    to, src, scale, head, token, exists, live, angles, shape,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, CONVERTS_FP8: tl.constexpr,
+):  # fmt: skip
+    """Rotate the first ROTATED numbers of rows.
+
+    The two numbers of a pair are loaded once and share their sine and cosine: the tables are fp32,
+    so that loads of them, not memory, would limit a thread that has one number of a pair.
+    """
+    PAIRS: tl.constexpr = ROTATED // 2
+    TILE: tl.constexpr = triton.next_power_of_2(min(PAIRS, 128))
+    position = tl.load(angles.positions + token, mask=exists, other=0).to(tl.int64)
+    known = (exists & (position >= 0) & (position < shape.rows))[:, None]
+    for start in tl.static_range(0, PAIRS, TILE):
+        pair = start + tl.arange(0, TILE)
+        inside = pair < PAIRS
+        there = known & inside[None, :]
+        cos_at = angles.cos + (position * shape.cos_stride)[:, None] + pair[None, :]
+        sin_at = angles.sin + (position * shape.sin_stride)[:, None] + pair[None, :]
+        cos = tl.load(cos_at, there, other=float("nan")).to(tl.float32)
+        sin = tl.load(sin_at, there, other=float("nan")).to(tl.float32)
+        # the columns of both numbers of these pairs, or of the first ones
+        columns = 2 * start + tl.arange(0, 2 * TILE) if INTERLEAVED else pair
+        loaded = columns < (ROTATED if INTERLEAVED else PAIRS)
+        x_at = src.ptr + src.offsets[:, None] + columns[None, :]
+        x = tl.load(x_at, exists[:, None] & loaded[None, :], other=0.0)
+        if INTERLEAVED:
+            first, second = tl.split(tl.reshape(x, [x.shape[0], TILE, 2]))
+        else:
+            first = x
+            second = tl.load(x_at + PAIRS, exists[:, None] & loaded[None, :], other=0.0)
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        first = (a * cos - b * sin).to(x.dtype)
+        second = (b * cos + a * sin).to(x.dtype)
+        if INTERLEAVED:
+            x = tl.reshape(tl.join(first, second), [x.shape[0], 2 * TILE])
+            _store(to, columns, loaded, x, scale, head, exists, live, CONVERTS_FP8)
+        else:
+            _store(to, columns, loaded, first, scale, head, exists, live, CONVERTS_FP8)
+            _store(to, columns + PAIRS, loaded, second, scale, head, exists, live, CONVERTS_FP8)
+
+
+@triton.jit
+def _write_rows(
     to, src, scale, head, token, exists, live, angles, shape,
     HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     CONVERTS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of HEAD_DIM numbers, rotated if ROTATED > 0, as `to` stores them."""
-    TILE_D: tl.constexpr = triton.next_power_of_2(min(HEAD_DIM, 256))
-    for d_start in tl.static_range(0, HEAD_DIM, TILE_D):
-        offs_d = d_start + tl.arange(0, TILE_D)
-        inside = (offs_d < HEAD_DIM)[None, :]
-        there = exists[:, None] & inside
-        x = tl.load(src.ptr + src.offsets[:, None] + offs_d[None, :], mask=there, other=0.0)
-        if ROTATED > 0:
-            x = _rotate(x, src, offs_d, there, angles, shape, token, exists, ROTATED, INTERLEAVED)
-        x = as_stored(x, scale, head, exists, to.ptr.dtype.element_ty, CONVERTS_FP8)
-        tl.store(to.ptr + to.offsets[:, None] + offs_d[None, :], x, live[:, None] & inside)
+    """Write rows of HEAD_DIM numbers, of which the first ROTATED are rotated."""
+    if ROTATED > 0:
+        _write_rotated(
+            to, src, scale, head, token, exists, live, angles, shape,
+            ROTATED, INTERLEAVED, CONVERTS_FP8,
+        )  # fmt: skip
+    if ROTATED < HEAD_DIM:
+        TILE_D: tl.constexpr = triton.next_power_of_2(min(HEAD_DIM - ROTATED, 256))
+        for d_start in tl.static_range(ROTATED, HEAD_DIM, TILE_D):
+            offs_d = d_start + tl.arange(0, TILE_D)
+            inside = offs_d < HEAD_DIM
+            x_at = src.ptr + src.offsets[:, None] + offs_d[None, :]
+            x = tl.load(x_at, exists[:, None] & inside[None, :], other=0.0)
+            _store(to, offs_d, inside, x, scale, head, exists, live, CONVERTS_FP8)
 
 
-@triton.jit(do_not_specialize=["num_rows", "heads", "pages", "page_size"])
+@triton.jit
+def _slot_offsets(page, head, slot, strides):
+    """Offsets of slots of pages."""
+    return page * strides.batch + head * strides.head + slot * strides.token
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "heads", "q_rows", "q_heads", "pages", "page_size"]
+)  # fmt: skip
 def _append_slots_kernel(
     k_cache_ptr,
     v_cache_ptr,
     k_ptr,
     v_ptr,
+    q_ptr,
+    q_out_ptr,
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
     angles,
     shape,
     strides,
+    q_strides,
     scale_strides,
     num_rows,
     heads,
+    q_rows,
+    q_heads,
     pages,
     page_size,
     HEAD_DIM: tl.constexpr,
@@ -123,80 +160,48 @@ def _append_slots_kernel(
     INTERLEAVED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     CONVERTS_FP8: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Append rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of K and, unless it is None, of V.
+    """Append TILE_ROWS of `num_rows` rows of K and, unless it is None, of V; or rotate queries.
 
-    PDL: the next kernel may start at once; it waits before it reads the cache.
+    Programs after those that append rotate TILE_ROWS of `q_rows` rows each, unless Q is None.
     """
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    exists = row < num_rows
-    head = (row % heads).to(tl.int64)
-    token = (row // heads).to(tl.int64)
-    slot = tl.load(slots_ptr + token, mask=exists, other=-1).to(tl.int64)
-    live = exists & (slot >= 0) & (slot < tl.cast(pages, tl.int64) * page_size)
-    page = slot // page_size
-    slot = slot % page_size
-    k_to = Rows(
-        k_cache_ptr,
-        page * strides.k_cache.batch + head * strides.k_cache.head + slot * strides.k_cache.token,
-    )
-    v_to = Rows(
-        v_cache_ptr,
-        page * strides.v_cache.batch + head * strides.v_cache.head + slot * strides.v_cache.token,
-    )
-    k_from = Rows(k_ptr, token * strides.k.token + head * strides.k.head)
-    v_from = Rows(v_ptr, token * strides.v.token + head * strides.v.head)
-    k_scale = HeadScale(k_scale_ptr, scale_strides[0])
-    v_scale = HeadScale(v_scale_ptr, scale_strides[1])
-    _copy_rows(
-        k_to, k_from, k_scale, head, token, exists, live, angles, shape,
-        HEAD_DIM, ROTATED, INTERLEAVED, CONVERTS_FP8,
-    )  # fmt: skip
-    if v_cache_ptr is not None:
-        _copy_rows(
-            v_to, v_from, v_scale, head, token, exists, live, angles, shape,
-            HEAD_DIM_V, 0, INTERLEAVED, CONVERTS_FP8,
+    programs = tl.cdiv(num_rows, TILE_ROWS)
+    program = tl.program_id(0)
+    if program < programs:
+        row = program * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        exists = row < num_rows
+        head = (row % heads).to(tl.int64)
+        token = (row // heads).to(tl.int64)
+        slot = tl.load(slots_ptr + token, mask=exists, other=-1).to(tl.int64)
+        live = exists & (slot >= 0) & (slot < tl.cast(pages, tl.int64) * page_size)
+        page = slot // page_size
+        slot = slot % page_size
+        k_to = Rows(k_cache_ptr, _slot_offsets(page, head, slot, strides.k_cache))
+        v_to = Rows(v_cache_ptr, _slot_offsets(page, head, slot, strides.v_cache))
+        k_from = Rows(k_ptr, token * strides.k.token + head * strides.k.head)
+        v_from = Rows(v_ptr, token * strides.v.token + head * strides.v.head)
+        k_scale = HeadScale(k_scale_ptr, scale_strides[0])
+        v_scale = HeadScale(v_scale_ptr, scale_strides[1])
+        _write_rows(
+            k_to, k_from, k_scale, head, token, exists, live, angles, shape,
+            HEAD_DIM, ROTATED, INTERLEAVED, CONVERTS_FP8,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows", "heads"])
-def _rotate_kernel(
-    out_ptr,
-    q_ptr,
-    angles,
-    shape,
-    strides,
-    num_rows,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Rotate rows [pid * TILE_ROWS, (pid + 1) * TILE_ROWS) of Q into a contiguous tensor.
-
-    PDL: starts while `_append_slots_kernel` still runs, of which it needs nothing. What both read
-    was complete before that one began. It ends after it, so that kernels which wait for the end of
-    this one also wait for the cache.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    exists = row < num_rows
-    head = (row % heads).to(tl.int64)
-    token = (row // heads).to(tl.int64)
-    to = Rows(out_ptr, row.to(tl.int64) * HEAD_DIM)
-    src = Rows(q_ptr, token * strides.token + head * strides.head)
-    _copy_rows(
-        to, src, HeadScale(None, 0), head, token, exists, exists, angles, shape,
-        HEAD_DIM, ROTATED, INTERLEAVED, False,
-    )  # fmt: skip
-    if PDL:
-        gdc_wait()
+        if v_cache_ptr is not None:
+            _write_rows(
+                v_to, v_from, v_scale, head, token, exists, live, angles, shape,
+                HEAD_DIM_V, 0, INTERLEAVED, CONVERTS_FP8,
+            )  # fmt: skip
+    elif q_ptr is not None:
+        row = (program - programs) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        exists = row < q_rows
+        head = (row % q_heads).to(tl.int64)
+        token = (row // q_heads).to(tl.int64)
+        q_to = Rows(q_out_ptr, row.to(tl.int64) * HEAD_DIM)
+        q_from = Rows(q_ptr, token * q_strides.token + head * q_strides.head)
+        _write_rows(
+            q_to, q_from, HeadScale(None, 0), head, token, exists, exists, angles, shape,
+            HEAD_DIM, ROTATED, INTERLEAVED, False,
+        )  # fmt: skip
 
 
 def append(call: SlotsCall) -> None:
@@ -205,12 +210,11 @@ def append(call: SlotsCall) -> None:
         call,
         converts_fp8=call.problem.arch.sm >= MIN_SM_CONVERTS_FP8,
         with_values=not keys_hold_values(call),
-        pdl=call.problem.arch.sm >= MIN_SM_PDL,
     )
 
 
 def launch_append_slots(
-    call: SlotsCall, *, converts_fp8: bool = False, with_values: bool = True, pdl: bool = False
+    call: SlotsCall, *, converts_fp8: bool = False, with_values: bool = True
 ) -> None:
     """Write into the caches of a call, and into `q_out`, which is contiguous.
 
@@ -219,64 +223,62 @@ def launch_append_slots(
     call : caches of the dtype of k, or float8_e4m3fn; k and v in fp16, bf16 or fp32
     converts_fp8 : whether the GPU has an instruction for it (sm_89 on); the bits are the same
     with_values : whether values are written; those of a latent cache are part of its keys
-    pdl : let each kernel start before the one before it has ended, and the next one before these
-        have (sm_90 on)
     """
     k_cache, v_cache, k, v, q = call.k_cache, call.v_cache, call.k, call.v, call.q
     tokens, heads, head_dim = k.shape
+    q_heads = 0 if q is None else q.shape[1]
     rotated = 0 if call.cos is None else 2 * call.cos.shape[1]
-    angles = Rotation(call.cos, call.sin, call.positions)
-    shape = TableShape(
-        0 if call.cos is None else call.cos.shape[0],
-        0 if call.cos is None else call.cos.stride(0),
-        0 if call.sin is None else call.sin.stride(0),
+    tile_rows = _tile_rows(head_dim, v.shape[-1], rotated)
+    rows, q_rows = tokens * heads, tokens * q_heads
+    assert max(rows, q_rows) <= INT32_MAX - tile_rows, (rows, q_rows)
+    programs = cdiv(rows, tile_rows) + cdiv(q_rows, tile_rows)
+    if programs == 0:
+        return
+    args = (
+        stored_as_bytes(k_cache),
+        stored_as_bytes(v_cache) if with_values else None,
+        k,
+        v if with_values else None,
+        q,
+        call.q_out,
+        call.slot_mapping,
+        call.k_scale,
+        call.v_scale,
+        Rotation(call.cos, call.sin, call.positions),
+        TableShape(
+            0 if call.cos is None else call.cos.shape[0],
+            0 if call.cos is None else call.cos.stride(0),
+            0 if call.sin is None else call.sin.stride(0),
+        ),
+        AppendStrides(
+            cache_strides(k_cache, (0, 2, 1)),
+            cache_strides(v_cache, (0, 2, 1)),
+            _packed_strides(k),
+            _packed_strides(v),
+        ),
+        Strides(0, 0, 0) if q is None else _packed_strides(q),
+        tuple(
+            0 if x is None or x.numel() == 1 else x.stride(0) for x in (call.k_scale, call.v_scale)
+        ),
+        rows,
+        heads,
+        q_rows,
+        q_heads,
+        *k_cache.shape[:2],
+        head_dim,
+        v.shape[-1],
+        rotated,
+        call.interleaved,
+        tile_rows,
+        converts_fp8 and k_cache.dtype == torch.float8_e4m3fn,
     )
     with on_device_of(k):
-        if tokens * heads:
-            tile_rows = tile_rows_of(head_dim, v.shape[-1])
-            assert tokens * heads <= INT32_MAX - tile_rows, tokens
-            args = (
-                stored_as_bytes(k_cache),
-                stored_as_bytes(v_cache) if with_values else None,
-                k,
-                v if with_values else None,
-                call.slot_mapping,
-                call.k_scale,
-                call.v_scale,
-                angles,
-                shape,
-                AppendStrides(
-                    cache_strides(k_cache, (0, 2, 1)),
-                    cache_strides(v_cache, (0, 2, 1)),
-                    _packed_strides(k),
-                    _packed_strides(v),
-                ),
-                tuple(
-                    0 if x is None or x.numel() == 1 else x.stride(0)
-                    for x in (call.k_scale, call.v_scale)
-                ),
-                tokens * heads,
-                heads,
-                *k_cache.shape[:2],
-                head_dim,
-                v.shape[-1],
-                rotated,
-                call.interleaved,
-                tile_rows,
-                converts_fp8 and k_cache.dtype == torch.float8_e4m3fn,
-                pdl,
-            )
-            launch(_append_slots_kernel, cdiv(tokens * heads, tile_rows), args, num_warps=4)
-        if q is not None and q.numel():
-            rows, tile_rows = tokens * q.shape[1], tile_rows_of(head_dim, 1)
-            assert rows <= INT32_MAX - tile_rows, rows
-            args = (
-                *(call.q_out, q, angles, shape, _packed_strides(q), rows, q.shape[1]),
-                *(head_dim, rotated, call.interleaved, tile_rows, pdl),
-            )
-            # the interpreter does not know the option
-            options = {"launch_pdl": True} if pdl else {}
-            launch(_rotate_kernel, cdiv(rows, tile_rows), args, num_warps=4, **options)
+        launch(_append_slots_kernel, programs, args, num_warps=4)
+
+
+def _tile_rows(head_dim: int, head_dim_v: int, rotated: int) -> int:
+    # with twice the rows, the eight pairs of a thread are 16 bytes in each half of a row
+    return tile_rows_of(head_dim, head_dim_v) * (2 if rotated else 1)
 
 
 def _packed_strides(x: torch.Tensor) -> Strides:

@@ -12,7 +12,6 @@ Called by `sm90.attention_ragged` where `tuning.takes_steps`.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..calls.decode import DecodeCall
 from ..calls.ragged import RaggedCall
@@ -37,15 +36,11 @@ def _steps_kernel(
     tokens,
     num_slabs,
     capacity,
-    PDL: tl.constexpr,
 ):
     """Length and place of ROWS rows: 0 and -1 without a sequence, -1 and 0 where numbers are wrong.
 
-    A place is the number of the sequence, or its row of the cache if `slabs_ptr` names rows. PDL:
-    the next kernel may start at once; it waits before it reads them.
+    A place is the number of the sequence, or its row of the cache if `slabs_ptr` names rows.
     """
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     begun = tl.zeros([ROWS], tl.int32)
     for first in range(0, batch + 1, SCAN):
@@ -68,12 +63,12 @@ def _steps_kernel(
     tl.store(places_ptr + row, tl.where(fits, place, tl.where(unused, -1, 0)), row < tokens)
 
 
-def launch_steps(call: RaggedCall, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_steps(call: RaggedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Length and place of each row of q, int32."""
     tokens = call.q.shape[0]
     lengths, places = (scratch((tokens,), torch.int32, call.q.device) for _ in range(2))
     sizes = (call.batch, tokens, call.k.shape[0], call.capacity)
-    args = (lengths, places, call.cu_seqlens_q, call.seqlens_k, call.slabs, *sizes, pdl)
+    args = (lengths, places, call.cu_seqlens_q, call.seqlens_k, call.slabs, *sizes)
     launch(_steps_kernel, cdiv(tokens, ROWS.value), args, num_warps=4)
     return lengths, places
 
@@ -84,7 +79,7 @@ def attend_steps(call: RaggedCall) -> None:
         return
     config, programs = attn_decode_sm90_launch(call.problem.decoding)
     with on_device_of(call.q):
-        lengths, places = launch_steps(call, pdl=config.PDL)
+        lengths, places = launch_steps(call)
         rows = DecodeCall(
             call.q.unsqueeze(2),
             call.k,

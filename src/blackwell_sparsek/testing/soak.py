@@ -59,7 +59,6 @@ HOPPER_KERNELS = (
     "_sparse_attn_fwd_kernel", "_sparse_attn_dq_kernel", "_sparse_attn_dkdv_kernel",
     "_sparse_attn_gathered_kernel", "_sparse_attn_unions_kernel", "_select_keys_kernel",
     "_scores_kernel", "_choose_kernel", "_sparsek_kernel", "_append_slots_kernel",
-    "_rotate_kernel",
 )  # fmt: skip
 
 

@@ -133,12 +133,3 @@ def bring_to_l2(address, nbytes):
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         *("=r,l,r,~{memory}", [address, nbytes], gl.int32, False, 1),
     )
-
-
-@gluon.jit
-def touch(ptr):
-    """Prefetch the cache line at `ptr` into the L2, which is never stale: see `bring_to_l2`."""
-    gl.inline_asm_elementwise(
-        *("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l,~{memory}"),
-        *([ptr.to(gl.int64)], gl.int32, False, 1),
-    )

@@ -188,7 +188,7 @@ class DecodeSm90(NamedTuple):
 # With eight copies, coordinates spill while they wait for a stage.
 DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128), "d128"),
-    DecodeSm90(make_config(8, 128, 128, pdl=True), "d128-single"),
+    DecodeSm90(make_config(8, 128, 128, single=True), "d128-single"),
     DecodeSm90(make_config(8, 64, 64, tile_n=128), "d64"),
     DecodeSm90(
         make_config(16, 64, 64, 16, 16, tile_n=128),
@@ -199,11 +199,11 @@ DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128, 16), "d128-pages16"),
     DecodeSm90(make_config(8, 128, 128, 64), "d128-pages64"),
     DecodeSm90(make_config(8, 128, 128, 64), "d128-pages64-int64", entries=torch.int64),
-    DecodeSm90(make_config(8, 128, 128, 64, 64, pdl=True), "d128-pages64-lists"),
+    DecodeSm90(make_config(8, 128, 128, 64, 64, single=True), "d128-pages64-lists"),
     DecodeSm90(make_config(8, 128, 128, 16, 16), "d128-pages16-lists"),
     DecodeSm90(make_config(8, 128, 128, None, 32), "d128-lists32"),
     DecodeSm90(make_config(16, 128, 64, 48), "d128-64-pages48", everything=True),
-    DecodeSm90(make_config(8, 128, 128, words=True, pdl=True), "d128-fp8-single"),
+    DecodeSm90(make_config(8, 128, 128, words=True, single=True), "d128-fp8-single"),
     DecodeSm90(make_config(8, 128, 128, tile_n=128, words=True), "d128-fp8"),
     DecodeSm90(
         make_config(8, 128, 128, 16, tile_n=128, words=True), "d128-fp8-pages16", max_spill_bytes=64
@@ -211,13 +211,13 @@ DECODE_SM90 = (
     DecodeSm90(make_config(8, 128, 128, 64, tile_n=128, words=True), "d128-fp8-pages64"),
     DecodeSm90(make_config(16, 128, 128, 64, 64, words=True), "d128-fp8-lists", everything=True),
     DecodeSm90(make_config(32, 128, 128), "d128-rows32"),
-    DecodeSm90(make_config(32, 128, 128, pdl=True, combined=True), "d128-rows32-combined"),
+    DecodeSm90(make_config(32, 128, 128, single=True, combined=True), "d128-rows32-combined"),
     DecodeSm90(make_config(64, 128, 128, 256), "d128-rows64", dtype=HALF),
-    DecodeSm90(make_config(64, 128, 128, pdl=True, combined=True), "d128-rows64-combined"),
+    DecodeSm90(make_config(64, 128, 128, single=True, combined=True), "d128-rows64-combined"),
     DecodeSm90(make_config(64, 64, 128, 64, 64), "d64-128-rows64-lists", everything=True),
     # parts of 256 columns spill where they are combined, 32 rows also 11 words in the main loop
     DecodeSm90(make_config(8, 256, 256), "d256", max_spill_bytes=80),
-    DecodeSm90(make_config(8, 256, 256, pdl=True), "d256-single", max_spill_bytes=80),
+    DecodeSm90(make_config(8, 256, 256, single=True), "d256-single", max_spill_bytes=80),
     DecodeSm90(
         make_config(16, 256, 256, 64, 64), "d256-pages64-lists", everything=True, max_spill_bytes=16
     ),
@@ -225,7 +225,7 @@ DECODE_SM90 = (
         make_config(32, 256, 256, 16), "d256-rows32-pages16", dtype=HALF, max_spill_bytes=240
     ),
     DecodeSm90(
-        make_config(32, 256, 256, pdl=True, combined=True),
+        make_config(32, 256, 256, single=True, combined=True),
         "d256-rows32-combined",
         max_spill_bytes=240,
     ),
@@ -236,7 +236,7 @@ DECODE_SM90 = (
 def _launch_decode_sm90(asked: DecodeSm90) -> None:
     config = asked.config
     call = decode_call(
-        1 if config.PDL else 16,
+        1 if config.SINGLE else 16,
         # one query for each head fills less than the smallest tile
         GROUP if config.ROWS == 8 else config.ROWS,
         (config.TILE_D, config.TILE_DV),
@@ -331,7 +331,7 @@ def combine_cases() -> Iterator[CompileCase]:
     """Parts of many rows, combined by a launch of their own."""
     combined = LatentConfig(None, None, 40, COMBINED=True)
     fp8 = DecodeSm90(make_config(16, 128, 128, words=True, combined=True), "", everything=True)
-    few = DecodeSm90(make_config(32, 64, 64, pdl=True, combined=True), "")
+    few = DecodeSm90(make_config(32, 64, 64, single=True, combined=True), "")
     for name, launcher, args in (
         ("latent-everything", _launch_latent, (combined, HALF, True)),
         ("d128-fp8-everything", _launch_decode_sm90, (fp8,)),

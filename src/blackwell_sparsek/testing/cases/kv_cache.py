@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 
 from ...calls.cache import AppendCall, SlotsCall, SummariesCall, TopkCall
-from ...kv_cache.append_kernel import MIN_SM_CONVERTS_FP8, MIN_SM_PDL, launch_kv_append
+from ...kv_cache.append_kernel import MIN_SM_CONVERTS_FP8, launch_kv_append
 from ...kv_cache.selection_kernels import (
     _page_scores_kernel,
     _select_pages_kernel,
     launch_topk_pages,
     summarise,
 )
-from ...kv_cache.slots_kernel import _append_slots_kernel, _rotate_kernel, launch_append_slots
+from ...kv_cache.slots_kernel import launch_append_slots
 from ..captured_launches import launched_case, meta
 from ..compile_cases import ALL_ARCHS, CompileCase, compile_cases
 
@@ -46,12 +46,7 @@ def _tokens(head_dim: int, dtype: torch.dtype, heads_inner: bool) -> torch.Tenso
 
 
 def append_case(
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    dims: tuple[int, int],
-    converts: bool,
-    paged: bool,
-    pdl: bool = False,
+    dtype: torch.dtype, stored: torch.dtype, dims: tuple[int, int], converts: bool, paged: bool
 ) -> CompileCase:
     """A launch that appends tokens; those for a paged cache are token by token in memory."""
     kind = f"{'paged' if paged else 'contiguous'}-{_name(dtype)}-to-{_name(stored)}"
@@ -68,15 +63,12 @@ def append_case(
         k_scale=scale,
         v_scale=scale,
     )
-    oldest = MIN_SM_PDL if pdl else MIN_SM_CONVERTS_FP8 if converts else 0
-    kind += f"{'-converted' if converts else ''}{'-pdl' if pdl else ''}"
     return launched_case(
-        f"kv_append/{kind}-d{head_dim}-{head_dim_v}",
+        f"kv_append/{kind}{'-converted' if converts else ''}-d{head_dim}-{head_dim_v}",
         launch_kv_append,
         call,
         converts_fp8=converts,
-        pdl=pdl,
-        archs=tuple(sm for sm in ALL_ARCHS if sm >= oldest),
+        archs=tuple(sm for sm in ALL_ARCHS if sm >= MIN_SM_CONVERTS_FP8 or not converts),
     )
 
 
@@ -108,7 +100,6 @@ def append_cases() -> Iterator[CompileCase]:
         yield append_case(_FP16, _FP16, (64, 40), False, paged)
         yield append_case(_BF16, _FP8, (128, 128), False, paged)
         yield append_case(_BF16, _FP8, (128, 128), True, paged)
-        yield append_case(_BF16, _BF16, (128, 128), False, paged, pdl=True)
         yield append_case(_FP32, _FP32, (192, 320), False, paged)
 
 
@@ -213,20 +204,18 @@ def _slots(dtype: torch.dtype, stored: torch.dtype, rotary: int, interleaved: bo
 def slots_cases() -> Iterator[CompileCase]:
     """Appending by slot mapping, without and with rotary embedding."""
     kinds = {
-        "plain": (_slots(_BF16, _BF16, 0, False), _append_slots_kernel),
-        "halves": (_slots(_BF16, _BF16, 128, False), _append_slots_kernel),
-        "interleaved-fp8": (_slots(_BF16, _FP8, 64, True), _append_slots_kernel),
-        "rotate-q": (_slots(_BF16, _BF16, 128, False), _rotate_kernel),
+        "plain": _slots(_BF16, _BF16, 0, False),
+        "halves": _slots(_BF16, _BF16, 128, False),
+        "interleaved-fp8": _slots(_BF16, _FP8, 64, True),
+        "odd-half": _slots(_FP16, _FP16, 10, True),
     }
-    for name, (call, kernel) in kinds.items():
+    for name, call in kinds.items():
         for sm in (80, 90):
             yield launched_case(
                 f"kv_append_slots/{name}-sm_{sm}",
                 launch_append_slots,
                 call,
-                kernel=kernel,
                 sm=sm,
                 archs=(sm,),
                 converts_fp8=sm >= MIN_SM_CONVERTS_FP8,
-                pdl=sm >= MIN_SM_PDL,
             )
