@@ -1,7 +1,8 @@
-"""A page that compares Triton releases: results of one run that took turns between them.
+"""A page that compares Triton releases: results of runs that took turns between them.
 
-The results of release X lie in `benchmarks/results/triton-X`, and are compared with those of the
-oldest release there. Only times of this library count, of cases that both have.
+`benchmarks/releases.sh` makes a run. The results of release X lie in
+`benchmarks/results/releases/RUN/triton-X`, and are compared with those of the oldest release of
+that run. Only times of this library count, of cases that both have.
 """
 
 import pathlib
@@ -14,7 +15,7 @@ from .. import results
 from .tables import MODE_HEADS, table
 
 PAGE = pathlib.Path("docs/results/releases.md")
-_PREFIX = "triton-"
+_RUNS, _PREFIX = "releases", "triton-"
 # Of the release compared with; below it a case is named.
 GOAL = 0.98
 
@@ -36,23 +37,31 @@ class Ratio(NamedTuple):
 
 def releases_page(folder: pathlib.Path) -> dict[pathlib.Path, str]:
     """The page, keyed by its path; nothing without results of two releases."""
-    folders = sorted(folder.glob(f"{_PREFIX}*"), key=_version)
-    if len(folders) < 2:
+    parts: list[str] = []
+    for run in sorted(folder.glob(f"{_RUNS}/*")):
+        parts += _parts(run)
+    if not parts:
         return {}
-    oldest, *others = (_times(path) for path in folders)
-    first, *names = (path.name.removeprefix(_PREFIX) for path in folders)
-    environment = _environment(folders[0])
-    parts = [
+    begin = [
         "# Triton releases",
-        f"Generated from `benchmarks/results/{_PREFIX}*`; do not edit.",
-        f"{environment['device_name']}, torch {environment['versions']['torch']}. Each ratio is "
-        f"the time of a case with Triton {first} divided by its time with another release, "
-        f"from alternating runs; above 1, the other release is faster. "
+        f"Generated from `benchmarks/results/{_RUNS}`, which `benchmarks/releases.sh` measures; "
+        "do not edit.",
+        "Each ratio is the time of a case with the older release divided by its time with the "
+        "newer one, from alternating runs; above 1, the newer one is faster. "
         f"Cases below {GOAL} are listed.",
     ]
-    for name, times in zip(names, others, strict=True):
-        parts += [f"## {name}", "\n".join(_lines(oldest, times))]
-    return {PAGE: "\n\n".join(parts) + "\n"}
+    return {PAGE: "\n\n".join(begin + parts) + "\n"}
+
+
+def _parts(run: pathlib.Path) -> Iterator[str]:
+    """Sections about the releases of one run, each compared with the oldest."""
+    folders = sorted(run.glob(f"{_PREFIX}*"), key=_version)
+    for other in folders[1:]:
+        oldest, name = (path.name.removeprefix(_PREFIX) for path in (folders[0], other))
+        yield f"## {name} and {oldest}"
+        environment = _environment(other)
+        yield f"{environment['device_name']}, torch {environment['versions']['torch']}, {run.name}."
+        yield "\n".join(_lines(_times(folders[0]), _times(other)))
 
 
 def _version(path: pathlib.Path) -> tuple[int, ...]:
