@@ -65,8 +65,8 @@ def _write_rotated(
 ):  # fmt: skip
     """Rotate the first ROTATED numbers of rows.
 
-    The two numbers of a pair are loaded once and share their sine and cosine: the tables are fp32,
-    so that loads of them, not memory, would limit a thread that has one number of a pair.
+    Both numbers of a pair are loaded once and share their cosine and sine. The tables are fp32: if
+    each result loads its own, the instructions that load limit the speed, not memory.
     """
     PAIRS: tl.constexpr = ROTATED // 2
     TILE: tl.constexpr = triton.next_power_of_2(min(PAIRS, 128))
