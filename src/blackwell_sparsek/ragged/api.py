@@ -7,10 +7,9 @@ import torch
 from ..attention.api import attention_packed
 from ..attention.fp8_inputs import is_fp8_call
 from ..attention.inputs import is_deterministic, overlaps
-from ..calls.attention import returned
+from ..calls.attention import check_impl_and_lse, returned
 from ..calls.ragged import RaggedCall
-from ..core.checks import check_choice, check_flag, check_tensor, is_differentiated_by_func, message
-from ..core.env import IMPLS
+from ..core.checks import check_tensor, is_differentiated_by_func, message
 from ..core.errors import InvalidInput, Unsupported
 from ..core.torch_state import cast_operand
 from ..decode.inputs import FP8
@@ -384,8 +383,7 @@ def attention_varlen(
     results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         _refuse_others(block_mask, deterministic)
-        check_choice(OP, "impl", impl, IMPLS)
-        check_flag(OP, "return_lse", return_lse)
+        check_impl_and_lse(OP, impl, return_lse)
         check_tensor(OP, "q", q)
         if cu_seqlens_k is not None:
             # operands like q; caches are never cast
