@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+import blackwell_sparsek as bsk
 from blackwell_sparsek.attention.api import attention
 from blackwell_sparsek.core.errors import InvalidInput, InvalidType, Unsupported
 from blackwell_sparsek.masks import patterns as masks
 from blackwell_sparsek.masks.block_mask import BlockMask
+from blackwell_sparsek.masks.key_selection import KeySelection
 from blackwell_sparsek.testing.inputs import qkv
 from blackwell_sparsek.testing.layouts import strided_like
 
@@ -73,6 +75,44 @@ def test_refusals(args, options, error, match):
     with pytest.raises(error, match=match) as caught:
         attention(*args, **options)
     assert caught.type is error
+
+
+GATE = (torch.zeros(2, 2, 6), torch.zeros(2, 2, 5))
+OFFSETS_Q, OFFSETS_K = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 6))
+ENTRIES = KeySelection.from_indices(torch.zeros(2, 2, 5, 1).int(), granularity=16, kv_len=6)
+
+
+def packed(x):
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+ATTENTION_FUNCTIONS = {
+    "dense": lambda **options: attention(Q, K, V, **options),
+    "gated": lambda **options: attention(Q, K, V, key_gate=GATE, **options),
+    "fp8": lambda **options: attention(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V)), **options),
+    "rounded": lambda **options: bsk.fp8.attention(Q, K, V, **options),
+    "packed": lambda **options: bsk.attention_varlen(
+        *map(packed, (Q, K, V)), OFFSETS_Q, OFFSETS_K, max_seqlen_q=5, max_seqlen_k=6, **options
+    ),
+    "chunked": lambda **options: bsk.attention_varlen(
+        *map(packed, (Q, K, V)), OFFSETS_Q, OFFSETS_K, max_seqlen_q=5, max_seqlen_k=6, chunk=4,
+        **options,
+    ),
+    "decode": lambda **options: bsk.attention_decode(
+        Q, K, V, cache_seqlens=torch.tensor([5, 6], dtype=torch.int32), **options
+    ),
+    "sparse": lambda **options: bsk.sparse_attention(Q, K, V, ENTRIES, **options),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION_FUNCTIONS)
+def test_only_a_bool_says_whether_lse_is_returned(name):
+    function = ATTENTION_FUNCTIONS[name]
+    _, lse = function(return_lse=True)
+    assert lse.shape[-1] in (5, 10)
+    for value in (1, 0, 1.0, None, "yes", torch.tensor(True)):
+        with pytest.raises(InvalidType, match="return_lse is not a bool; expected bool, got "):
+            function(return_lse=value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek.distributed import Plan
@@ -131,3 +133,15 @@ def test_keys_of_other_tokens_are_refused():
         bsk.distributed.attention(q[:, :, :9], k, v)
     with pytest.raises(bsk.InvalidType, match="q is not a tensor"):
         bsk.distributed.attention(None, k, v, plan=Plan.contiguous(LENGTH, 1))
+
+
+def test_only_a_bool_says_whether_lse_is_returned():
+    given, lengths = qkv(), torch.tensor([3, LENGTH], dtype=torch.int32)
+    mesh = init_device_mesh("cpu", (1,))
+    placed = [DTensor.from_local(x, mesh, [Shard(2)]) for x in given]
+    for value in (1, 0, None):
+        for tensors in (given, placed):
+            with pytest.raises(bsk.InvalidType, match="return_lse is not a bool"):
+                bsk.distributed.attention(*tensors, return_lse=value)
+        with pytest.raises(bsk.InvalidType, match="return_lse is not a bool"):
+            bsk.distributed.attention_decode(*given, cache_seqlens=lengths, return_lse=value)

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import blackwell_sparsek as bsk
+from blackwell_sparsek.ragged import api as ragged_api
 from blackwell_sparsek.reference import fp8 as oracle_fp8
 from blackwell_sparsek.reference.attention import attention as oracle_attention
 from blackwell_sparsek.testing import layouts, poison
@@ -261,12 +262,22 @@ def packed(**change):
         ({"seqused_k": torch.tensor([1, 2], dtype=torch.int32)}, "seqused_k"),
         ({"align": "top_left"}, "align"),
         ({"batch_invariant": True, "k_scale": torch.ones(())}, "k_scale, batch_invariant"),
+        *(({name: 1}, name) for name in ragged_api._FURTHER),
     ],
 )
 def test_options_without_packed_fp8_are_named(change, named):
     text = f"attention_varlen: q in fp8 does not go with {named}; expected packed q, k and v"
     with pytest.raises(bsk.Unsupported, match=text):
         packed(**change)
+
+
+@pytest.mark.parametrize("name", ragged_api._FOR_FP8)
+def test_arguments_of_packed_fp8_are_named(name):
+    q, offsets = normal(10, 4, 16, seed=2), torch.tensor([0, 10], dtype=torch.int32)
+    with pytest.raises(bsk.InvalidInput, match=f"^attention_varlen: {name} goes with packed fp8"):
+        bsk.attention_varlen(
+            q, q, q, offsets, offsets, max_seqlen_q=10, max_seqlen_k=10, chunk=4, **{name: 1}
+        )
 
 
 def test_slopes_do_not_go_with_packed_fp8():

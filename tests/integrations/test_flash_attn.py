@@ -717,6 +717,63 @@ def test_errors_about_caches_have_the_names_of_the_caller():
             )
 
 
+def misfits():
+    """Tensors that do not go together, and what an error says about them."""
+    q, k, v = qkv()
+    # tokens are last in memory, so that the last of all strides is not 1
+    columns = q.transpose(1, 3).contiguous().transpose(1, 3)
+    return {
+        "head dims": ((q, k[..., :8], v), r"have different head dims; .*\[2, 33, 2, 8\]"),
+        "keys": ((q, k, v[:, :32]), r"\[2, 33, 2, .*\[2, 32, 2, 24\]"),
+        "heads": ((q, k, v[:, :, :1]), r"do not match; .*\[2, 33, 1, 24\]"),
+        "groups": ((q[:, :, :3], k, v), "3 query heads not divisible by 2 kv heads"),
+        "strides": ((columns, k, v), rf"q .*strides \({columns.stride(0)}, 1, 19, "),
+    }
+
+
+@pytest.mark.parametrize("name", misfits())
+@pytest.mark.parametrize("options", [{}, {"attention_chunk": 8}], ids=str)
+def test_errors_about_shapes_tell_those_of_the_caller(name, options):
+    """Inside, heads come before tokens, and sequences are packed."""
+    tensors, match = misfits()[name]
+    with pytest.raises(InvalidInput, match=f"^flash_attn_func: .*{match}"):
+        flash_attn_func(*tensors, **options)
+    with pytest.raises(InvalidInput, match=f"^flash_attn_varlen_func: .*{match}"):
+        flash_attn_varlen_func(*tensors, **options)
+    if name != "strides":
+        with pytest.raises(InvalidInput, match=f"^flash_attn_with_kvcache: .*{match}"):
+            flash_attn_with_kvcache(*tensors, **options)
+
+
+def test_errors_about_batches_of_one_call_tell_shapes_of_the_caller():
+    q, k, v = qkv()
+    shapes = r"q \[2, 19, 4, 16\], k \[1, 33, 2, 16\]"
+    with pytest.raises(InvalidInput, match=f"q/k/v have different batch sizes; .*{shapes}"):
+        flash_attn_func(q, k[:1], v[:1])
+    packed, offsets = [x.flatten(0, 1) for x in (k, v)], int32(0, 30, 66)
+    with pytest.raises(InvalidInput, match=r"q \[2, 19, 4, 8\], k \[66, 2, 16\]"):
+        flash_attn_varlen_func(q[..., :8].contiguous(), *packed, None, offsets)
+    pages = [x.reshape(6, 11, *x.shape[2:]) for x in (k, v)]
+    with pytest.raises(InvalidInput, match=r"q \[2, 19, 4, 8\], k \[6, 11, 2, 16\]"):
+        flash_attn_varlen_func(
+            q[..., :8].contiguous(), *pages, seqused_k=int32(3, 5), page_table=TABLE
+        )
+    with pytest.raises(InvalidInput, match=r"out has .*\[2, 19, 4, 24\], got \[2, 19, 4, 16\]"):
+        flash_attn_varlen_func(q, k, v, out=torch.empty_like(q))
+    columns = k.transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(InvalidInput, match=rf"k_cache is not .*strides \({k.stride(0)}, 1, 33, "):
+        flash_attn_with_kvcache(q, columns, v)
+
+
+@pytest.mark.parametrize("new, match", [
+    ({"k": NEW["k"].repeat(1, 1, 2, 1)}, r"k has .*\[2, 1, 2, 16\], got \[2, 1, 4, 16\]"),
+    ({"v": NEW["v"][..., :16]}, r"v has .*\[2, 1, 2, 24\], got \[2, 1, 2, 16\]"),
+])  # fmt: skip
+def test_errors_about_new_keys_tell_shapes_of_the_caller(new, match):
+    with pytest.raises(InvalidInput, match=f"^flash_attn_with_kvcache: {match}"):
+        flash_attn_with_kvcache(*qkv(), **{**NEW, **new}, cache_seqlens=3)
+
+
 def test_queries_over_a_cache_that_want_a_gradient():
     """The results are there, with or without new keys; only a backward raises."""
     q, *caches = qkv()

@@ -264,6 +264,7 @@ GOOD = {"q": (2, 4, 8, 16), "k": (2, 2, 8, 16), "v": (2, 2, 8, 16)}
         ({"v": (2, 2, 9, 16)}, {}, InvalidInput, "q/k/v do not match"),
         ({"q": (2, 3, 8, 16)}, {}, InvalidInput, "expected a multiple of the 2 heads of k, got 3"),
         ({}, {"causal": 1}, InvalidType, "causal is not a bool"),
+        ({}, {"return_lse": 1}, InvalidType, "return_lse is not a bool"),
         ({}, {"window": -1}, InvalidInput, "window sees no key"),
         ({}, {"scale": "x"}, InvalidType, "scale is not a number"),
         ({}, {"scale": float("inf")}, InvalidInput, "scale is not finite"),

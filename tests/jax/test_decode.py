@@ -206,6 +206,7 @@ def test_there_is_no_derivative():
     [
         ({"cache_seqlens": np.zeros(2, np.int32)}, InvalidInput, "expected [3], got [2]"),
         ({"cache_seqlens": np.zeros(3, np.int16)}, InvalidType, "expected int32, got int16"),
+        ({"return_lse": 1}, InvalidType, "return_lse is not a bool"),
         ({"kv_block_size": 4}, InvalidInput, "kv_block_size has no meaning here"),
         ({"kv_blocks": np.zeros((3, 2, 1), np.int32)}, InvalidInput, "kv_block_size is missing"),
         ({"kv_blocks": np.zeros((3, 6, 1), np.int32)}, InvalidInput, "expected [3, 2, any]"),

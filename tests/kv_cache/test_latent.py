@@ -10,7 +10,7 @@ import torch
 import blackwell_sparsek as bsk
 from blackwell_sparsek.calls.cache import AppendCall
 from blackwell_sparsek.calls.decode import values_are_keys
-from blackwell_sparsek.kv_cache import append, slots
+from blackwell_sparsek.kv_cache import slots
 from blackwell_sparsek.testing.inputs import normal
 from blackwell_sparsek.testing.kv_cases import append_case, appended, assert_same_bits
 
@@ -345,27 +345,27 @@ def test_compiles_in_one_piece():
     assert_same_bits(case.k_cache, expected)
 
 
-def recorded(monkeypatch, module):
-    """The options, inputs and operands of every call of `record` in a module."""
+def recorded(monkeypatch):
+    """The options, inputs and operands of every call that is recorded."""
     seen = []
 
     def record(cache, options, inputs, run, *args, operands):
         seen.append((options, inputs[:4], operands))
         return run(*args)
 
-    monkeypatch.setattr(module, "record", record)
+    monkeypatch.setattr(slots, "record", record)
     return seen
 
 
 def test_a_recording_has_keys_and_cache_once(monkeypatch):
     """Keys and values at one address would be two roles of one tensor."""
-    seen = recorded(monkeypatch, append)
+    seen = recorded(monkeypatch)
     case, _ = latent_case()
     run(case)
     ((options, (k, v, k_cache, v_cache), operands),) = seen
     assert options == ("auto", 16) and operands == 1
     assert k is case.k and k_cache is case.k_cache and v is None and v_cache is None
-    seen = recorded(monkeypatch, slots)
+    seen.clear()
     pages, rows, mapping = packed()
     bsk.kv_append(pages, pages[..., :16], rows, rows[..., :16], slot_mapping=mapping)
     ((options, (k, v, k_cache, v_cache), operands),) = seen
@@ -375,7 +375,7 @@ def test_a_recording_has_keys_and_cache_once(monkeypatch):
 
 def test_a_call_with_the_sizes_of_a_latent_cache_is_not_recorded(monkeypatch):
     """A latent call would replay it, and nothing would look at its new values."""
-    seen = recorded(monkeypatch, append), recorded(monkeypatch, slots)
+    seen = recorded(monkeypatch)
     case, _ = latent_case()
     wide = torch.zeros_like(case.k_cache)
     run(case._replace(v_cache=wide[..., :16], v=case.k[..., :16].clone()))
@@ -384,6 +384,6 @@ def test_a_call_with_the_sizes_of_a_latent_cache_is_not_recorded(monkeypatch):
     wide = torch.zeros_like(pages)
     bsk.kv_append(pages, wide[..., :16], rows, rows[..., 8:], slot_mapping=mapping)
     assert torch.equal(wide[0, 3, :, :16], rows[0, :, 8:])
-    assert seen == ([], [])
+    assert not seen
     run(case._replace(v_cache=torch.zeros(*case.k_cache.shape[:3], 16)))
-    assert len(seen[0]) == 1
+    assert len(seen) == 1

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import blackwell_sparsek as bsk
 from blackwell_sparsek import BlockMask, masks
-from blackwell_sparsek.masks import block_mask, device_build, parts, topk
+from blackwell_sparsek.masks import block_mask, device_build, from_bools, parts, topk
 from blackwell_sparsek.masks import list_kernels as kept_lists
 from blackwell_sparsek.masks import order as block_order
 from blackwell_sparsek.masks import order_kernels as row_order
@@ -26,7 +26,7 @@ def by_kernels(monkeypatch, device):
     def call(make, *args, **kwargs):
         with monkeypatch.context() as patch:
             if not on_gpu:
-                for module in (block_mask, block_order, topk, parts):
+                for module in (block_mask, from_bools, block_order, topk, parts):
                     patch.setattr(module, "kernels_build", lambda *tensors: True)
             return make(*args, **kwargs)
 
@@ -153,7 +153,7 @@ def test_trimmed_lists_stay_where_they_are(by_kernels, device):
 
 
 def test_large_masks_are_left_to_torch(monkeypatch, by_kernels, device):
-    monkeypatch.setattr(block_mask, "MAX_LISTED_BLOCKS", 20)
+    monkeypatch.setattr(from_bools, "MAX_LISTED_BLOCKS", 20)
     keep = kept((1, 1, 5, 5))
     mask = by_kernels(BlockMask.from_dense, keep.to(device), 16)
     assert mask._listed.indices.numel() == int(keep.sum())
@@ -191,7 +191,7 @@ def launches(monkeypatch):
     def kernels_build(device, *tensors):
         return builds(torch.device("cuda", 0), *tensors)
 
-    for place in (module, block_mask, block_order):
+    for place in (module, block_mask, from_bools, block_order):
         monkeypatch.setattr(place, "kernels_build", kernels_build)
     for known in ("_KEPT", "_TRANSPOSED", "_ORDERED"):
         monkeypatch.setattr(module, known, module.BuildPlans())

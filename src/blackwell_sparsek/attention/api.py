@@ -8,9 +8,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..calls.attention import AttentionCall, returned
-from ..core.checks import check_choice, check_flag, message
-from ..core.env import IMPLS
+from ..calls.attention import AttentionCall, check_impl_and_lse, returned
+from ..core.checks import message
 from ..core.errors import InvalidInput, Unsupported
 from ..launch.replay import Cache, record, repeat
 from ..masks.band import band_of
@@ -228,8 +227,7 @@ def attention(
         block_mask = fitted_mask(block_mask, q.shape[2], k.shape[2])
     if key_gate is not None:
         op = "attention"
-        check_choice(op, "impl", impl, IMPLS)
-        check_flag(op, "return_lse", return_lse)
+        check_impl_and_lse(op, impl, return_lse)
         gated = gated_call(
             *(op, q, k, v, key_gate),
             causal=causal,
@@ -254,8 +252,7 @@ def attention(
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention"
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, bias=bias, out=out)
-        check_choice(op, "impl", impl, IMPLS)
-        check_flag(op, "return_lse", return_lse)
+        check_impl_and_lse(op, impl, return_lse)
         scales = (q_descale, k_descale, v_descale)
         fp8_options = (causal, window, scale, softcap, out_dtype, impl)
         fp8_inputs = (q, k, v, *scales, sinks)
@@ -295,8 +292,7 @@ def attention(
         band = band_of(op, causal, window)
         check_block_mask(op, block_mask, q, q.shape[0], q.shape[2], k.shape[2], k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
-        check_choice(op, "impl", impl, IMPLS)
-        check_flag(op, "return_lse", return_lse)
+        check_impl_and_lse(op, impl, return_lse)
         call = checked_call(
             op,
             q,
@@ -396,8 +392,7 @@ def attention_packed(
     if is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype):
         op = "attention_varlen"
         _refuse_for_fp8(op, deterministic, alibi_slopes=alibi_slopes, out=out)
-        check_choice(op, "impl", impl, IMPLS)
-        check_flag(op, "return_lse", return_lse)
+        check_impl_and_lse(op, impl, return_lse)
         check_packed(op, q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         scales = (q_descale, k_descale, v_descale)
         fp8_results = attend_fp8(
@@ -436,8 +431,7 @@ def attention_packed(
         batch = cu_seqlens_q.numel() - 1
         check_block_mask(op, block_mask, q, batch, max_seqlen_q, max_seqlen_k, k.shape[1])
         q, k, v = autocast_qkv(op, q, k, v)
-        check_choice(op, "impl", impl, IMPLS)
-        check_flag(op, "return_lse", return_lse)
+        check_impl_and_lse(op, impl, return_lse)
         call = checked_call(
             op,
             q,

@@ -36,14 +36,17 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 DENSE = "[B, H, S, D]"
 PACKED = "[T, H, D]"
-_RANKS = {DENSE: 4, PACKED: 3}
+# Batches as flash-attn has them; they are transposed before anything is computed.
+TOKENS_FIRST = "[B, S, H, D]"
+_RANKS = {DENSE: 4, PACKED: 3, TOKENS_FIRST: 4}
+_HEAD_AXES = {DENSE: -3, PACKED: -2, TOKENS_FIRST: -2}
 
 
 def check_qkv(
     op: str, q: Any, k: Any, v: Any, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
     """Check type, layout, dtype, device and shape of q, k and v, in that order; host only."""
-    if _clearly_valid(q, k, v, layout):
+    if clearly_valid(q, k, v, layout):
         return
     tensors = dict(zip(names, (q, k, v), strict=True))
     for arg, x in tensors.items():
@@ -62,16 +65,20 @@ def check_qkv(
 
 
 def check_qkv_shapes(op: str, tensors: dict[str, torch.Tensor], layout: str) -> None:
-    """Check that the shapes of q, k and v fit together; `tensors` maps their names to them."""
+    """Check that the shapes of q, k and v fit together; `tensors` maps their names to them.
+
+    With PACKED some of them may be `[B, S, H, D]`: only the dimensions from the heads on count.
+    """
     names = tuple(tensors)
     q, k, v = tensors.values()
-    if layout == DENSE and not q.shape[0] == k.shape[0] == v.shape[0]:
+    if layout != PACKED and not q.shape[0] == k.shape[0] == v.shape[0]:
         _raise_mismatch(op, tensors, "have different batch sizes", "one batch size")
     if k.shape[-1] != q.shape[-1]:
         _raise_mismatch(op, tensors, "have different head dims", "q and k alike")
     if k.shape[:-1] != v.shape[:-1]:
         _raise_mismatch(op, tensors, "do not match", "k and v alike but for the last dimension")
-    check_head_groups(op, q.shape[1], k.shape[1], names[0], names[1])
+    axis = _HEAD_AXES[layout]
+    check_head_groups(op, q.shape[axis], k.shape[axis], names[0], names[1])
 
 
 def check_head_groups(
@@ -97,7 +104,7 @@ def check_packed(op: str, q: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) 
             raise InvalidInput(message(op, arg, "is negative", "an int >= 0", value))
 
 
-def _clearly_valid(q: Any, k: Any, v: Any, layout: str) -> bool:
+def clearly_valid(q: Any, k: Any, v: Any, layout: str) -> bool:
     """The fast path of `check_qkv`: True if all its checks pass, False if they have to run."""
     if not (type(q) is type(k) is type(v) is torch.Tensor) or _is_transformed():
         return False
@@ -110,11 +117,12 @@ def _clearly_valid(q: Any, k: Any, v: Any, layout: str) -> bool:
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     if not len(shape_q) == len(shape_k) == len(shape_v) == _RANKS[layout]:
         return False
-    heads_q, heads_kv = shape_q[1], shape_k[1]
+    axis = _HEAD_AXES[layout]
+    heads_q, heads_kv = shape_q[axis], shape_k[axis]
     return (
         shape_k[:-1] == shape_v[:-1]
         and shape_q[-1] == shape_k[-1]
-        and (layout != DENSE or shape_q[0] == shape_k[0])
+        and (layout == PACKED or shape_q[0] == shape_k[0])
         and heads_kv > 0
         and heads_q % heads_kv == 0
         and q.device == k.device == v.device

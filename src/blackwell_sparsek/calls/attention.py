@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arch import Arch, arch_of
+from ..core.checks import check_choice, check_flag
+from ..core.env import IMPLS
 from ..masks.band import EVERYTHING, Band
 from ..masks.block_mask import BlockMask
 from ..masks.packed import check_cu_seqlens_values
@@ -112,6 +114,15 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """`lse` for queries `q`: [B, Hq, Sq], or [Hq, Tq] for packed sequences."""
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
     return q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+def check_impl_and_lse(op: str, impl: Any, return_lse: Any) -> None:
+    """Check two arguments that all attention functions have.
+
+    A number is no flag, not even 0 or 1; recorded launches are found by the types of options too.
+    """
+    check_choice(op, "impl", impl, IMPLS)
+    check_flag(op, "return_lse", return_lse)
 
 
 def returned(

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .errors import InvalidInput, InvalidType, Unsupported
+from .messages import check_flag as check_flag
 from .messages import message as message
 from .messages import quoted
 
@@ -140,12 +141,6 @@ def check_finite(op: str, arg: str, value: float) -> None:
     # not math.isfinite, which torch.compile does not trace for a number that it made symbolic
     if not -math.inf < value < math.inf:
         raise InvalidInput(message(op, arg, "must be finite", "a finite number", value))
-
-
-def check_flag(op: str, arg: str, value: Any) -> None:
-    """`value` must be True or False."""
-    if not isinstance(value, bool):
-        raise InvalidType(message(op, arg, "is not a bool", "bool", type(value).__name__))
 
 
 def check_choice(op: str, arg: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -1,11 +1,19 @@
-"""The grammar of error messages, for callers of any framework."""
+"""The grammar of error messages, and the check of flags, for callers of any framework."""
 
 from collections.abc import Callable
+
+from .errors import InvalidType
 
 
 def message(op: str, arg: str, problem: str, expected: object, got: object) -> str:
     """One error line in the grammar of this package."""
     return f"{op}: {arg} {problem}; expected {expected}, got {one_line(got)}"
+
+
+def check_flag(op: str, arg: str, value: object) -> None:
+    """`value` must be True or False."""
+    if not isinstance(value, bool):
+        raise InvalidType(message(op, arg, "is not a bool", "bool", type(value).__name__))
 
 
 _LONGEST = 500

@@ -5,10 +5,8 @@ from typing import Any, Literal, overload
 import torch
 
 from ..attention.inputs import overlaps
-from ..calls.attention import returned
+from ..calls.attention import check_impl_and_lse, returned
 from ..calls.decode import values_are_keys
-from ..core.checks import check_choice, check_flag
-from ..core.env import IMPLS
 from ..launch.replay import record, repeat
 from .inputs import autocast_queries, check_decode_values, decode_call, refuse_gradients
 from .op import decode
@@ -194,8 +192,7 @@ def attention_decode(
     fits = out is None or not overlaps(out, q, k_cache, v_cache, *others)
     results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
-        check_choice(op, "impl", impl, IMPLS)
-        check_flag(op, "return_lse", return_lse)
+        check_impl_and_lse(op, impl, return_lse)
         call = decode_call(
             op,
             autocast_queries(op, q),

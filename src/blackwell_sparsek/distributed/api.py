@@ -16,6 +16,7 @@ from ..attention.inputs import (
     scale_or_default,
     softcap_or_off,
 )
+from ..calls.attention import check_impl_and_lse
 from ..core.checks import (
     check_choice,
     check_derivatives,
@@ -24,7 +25,6 @@ from ..core.checks import (
     is_batched,
     message,
 )
-from ..core.env import IMPLS
 from ..core.errors import BskError, InvalidInput, InvalidType, Unsupported
 from ..core.torch_private import untraced
 from ..core.torch_state import is_explaining
@@ -202,6 +202,7 @@ def attention(
     >>> dist.destroy_process_group()
     """
     if isinstance(q, DTensor):
+        check_impl_and_lse(OP, impl, return_lse)
         options = {
             "plan": plan, "cu_seqlens": cu_seqlens, "causal": causal, "window": window,
             "block_mask": block_mask, "scale": scale, "softcap": softcap, "sinks": sinks,
@@ -359,7 +360,7 @@ def _checked_call(
     return_lse: bool,
 ) -> RanksCall:
     check_choice(OP, "method", method, METHODS)
-    check_choice(OP, "impl", impl, IMPLS)
+    check_impl_and_lse(OP, impl, return_lse)
     if plan is not None:
         _check_plan(plan, members, method, q)
     if cu_seqlens is not None:

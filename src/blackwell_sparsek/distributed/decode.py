@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ..attention.inputs import check_sinks
+from ..calls.attention import check_impl_and_lse
 from ..core.checks import check_choice, check_rank, check_tensor, message
-from ..core.env import IMPLS
 from ..core.errors import InvalidInput, InvalidType, Unsupported
 from ..decode.api import attention_decode as decode_local
 from ..decode.inputs import (
@@ -176,6 +176,7 @@ def attention_decode(
     call = _Local(members, q, k_cache, v_cache, local)
     failure: Exception | None = None
     try:
+        check_impl_and_lse(OP, impl, return_lse)
         _check(q, k_cache, split, window, page_table, sinks, members)
         if members.size > 1:
             call.check(split, causal, window, sinks)
@@ -208,8 +209,7 @@ class _Local(NamedTuple):
 
     def check(self, split: str, causal: Any, window: Any, sinks: Any) -> None:
         """Raise what `run` would: it does so on this rank alone, and the others would wait."""
-        options = dict(self.options)
-        check_choice(OP, "impl", options.pop("impl"), IMPLS)
+        options = {arg: x for arg, x in self.options.items() if arg != "impl"}
         heads = self._heads if split == "heads" else slice(None)
         call = decode_call(
             *(OP, autocast_queries(OP, self.q)[:, heads], self.k_cache, self.v_cache),

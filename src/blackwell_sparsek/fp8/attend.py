@@ -5,8 +5,8 @@ from typing import Any, Literal, overload
 import torch
 
 from ..attention.inputs import DENSE, autocast_qkv, check_qkv
-from ..core.checks import check_choice, check_derivatives, check_dtype, check_tensor, message
-from ..core.env import IMPLS
+from ..calls.attention import check_impl_and_lse
+from ..core.checks import check_derivatives, check_dtype, check_tensor, message
 from ..core.errors import InvalidInput, InvalidType
 from ..masks.block_mask import BlockMask
 from .api import DTYPES
@@ -138,7 +138,7 @@ def attention(
     check_qkv(OP, q, k, v, DENSE)
     # mixed dtypes could be rounded, but the backward pass has no attention for them
     q, k, v = autocast_qkv(OP, q, k, v)
-    check_choice(OP, "impl", impl, IMPLS)
+    check_impl_and_lse(OP, impl, return_lse)
     options = {"causal": causal, "window": window, "block_mask": block_mask, "scale": scale}
     options["softcap"] = softcap
     exact = softcap is None and sinks is None

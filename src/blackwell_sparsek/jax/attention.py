@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax
 
 from ..core.errors import InvalidInput, InvalidType
-from ..core.messages import message
+from ..core.messages import check_flag, message
 from ..masks.band import Band, band_of
 from .arrays import as_jax, check_array, check_number, check_same_dtype
 from .attention_jnp import Options, attention_jnp, dense_block
@@ -94,6 +94,7 @@ def attention(
     (1, 8, 100, 64)
     """
     op = "attention"
+    check_flag(op, "return_lse", return_lse)
     q, k, v = (check_array(op, n, x, 4, LAYOUT) for n, x in (("q", q), ("k", k), ("v", v)))
     check_qkv(op, {"q": q, "k": k, "v": v})
     band = band_of(op, causal, window)

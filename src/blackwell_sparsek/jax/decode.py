@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from ..core.errors import InvalidInput, Unsupported
-from ..core.messages import message
+from ..core.messages import check_flag, message
 from ..masks.band import Band, band_of
 from .arrays import cdiv, check_array, check_integers, check_same_dtype, compute_dtype, vary_like
 from .attention import LAYOUT, check_heads, check_qkv, check_sinks, score_options
@@ -132,6 +132,7 @@ def attention_decode(
     (2, 8, 1, 64)
     """
     op = "attention_decode"
+    check_flag(op, "return_lse", return_lse)
     paged = page_table is not None
     q = check_array(op, "q", q, 4, LAYOUT)
     layout = PAGES if paged else LAYOUT

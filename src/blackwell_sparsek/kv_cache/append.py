@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..calls.cache import AppendCall, keys_hold_values
-from ..calls.decode import values_lie_as_in_keys
 from ..core.checks import (
     check_choice,
     check_dtype,
@@ -26,7 +25,7 @@ from ..core.errors import InvalidInput
 from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.operators import Operator, define_op
-from ..launch.replay import record, repeat
+from ..launch.replay import Cache, repeat
 from .layout import (
     CONTIGUOUS,
     FP8,
@@ -37,13 +36,12 @@ from .layout import (
     check_no_gradient,
     check_places,
     check_scale,
-    is_latent,
 )
-from .slots import Rotary, append_to_slots, as_stored, put_tokens, why_not_triton
+from .slots import Rotary, append_recorded, append_to_slots, as_stored, put_tokens, why_not_triton
 
 _OP = "kv_append"
 # Launches of earlier calls, for `repeat`.
-_RECORDED: dict[Any, Any] = {}
+_RECORDED: Cache = {}
 
 
 def kv_append(
@@ -154,16 +152,7 @@ def kv_append(
     call = AppendCall(k_cache, v_cache, k, v, cache_seqlens, counts, page_table, k_scale, v_scale)
     check_choice(_OP, "impl", impl, IMPLS)
     _check(call)
-    if is_latent(_OP, k_cache, v_cache, k, v):
-        # a recording has each tensor once; of these calls, under a key of their own
-        options, inputs = (impl, v.shape[-1]), (k, None, k_cache, None, *tensors)
-        if repeat(_RECORDED, options, inputs) is None:
-            record(_RECORDED, options, inputs, _append, call, impl, operands=1)
-    elif not torch.compiler.is_compiling() and values_lie_as_in_keys(k_cache, v_cache):
-        # a recording would be replayed, without these checks, for latent caches of these sizes
-        _append(call, impl)
-    else:
-        record(_RECORDED, (impl,), inputs, _append, call, impl, operands=2)
+    append_recorded(_RECORDED, (impl,), call, tensors, _append, impl)
     return None
 
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_choice, check_rank, check_tensor, message
+from ..core.checks import check_rank, check_tensor, message
 from ..core.errors import InvalidInput
 from ..core.torch_state import usable_in_training
 from ..core.transfer import aligned_rows, is_capturing, refuse_capture, to_device
-from ..masks.check import check_count
 from .append import check_new, kv_append
 from .copies import check_ints, loaded_tensors, saved_tensors, shallow_copy
-from .layout import STORED, check_counts, check_latent, latent_values, scale_tensor
+from .layout import check_counts, empty_cache, latent_values
 
 
 class KVCache:
@@ -89,30 +88,22 @@ class KVCache:
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
     ):
-        op = "KVCache"
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        channels_v = head_dim if head_dim_v is None else head_dim_v
-        check_choice(op, "dtype", dtype, STORED)
-        sizes = {"batch": batch, "heads_kv": heads_kv, "max_tokens": max_tokens}
-        for arg, value in {**sizes, "head_dim": head_dim, "head_dim_v": channels_v}.items():
-            check_count(op, arg, value, at_least=1)
-        check_latent(op, latent, head_dim, head_dim_v, dtype)
-        self.k: torch.Tensor = torch.zeros(
-            batch, heads_kv, max_tokens, head_dim, dtype=dtype, device=device
+        made = empty_cache(
+            "KVCache",
+            {"batch": batch, "heads_kv": heads_kv, "max_tokens": max_tokens},
+            (batch, heads_kv, max_tokens),
+            head_dim,
+            head_dim_v,
+            latent=latent,
+            dtype=dtype,
+            device=device,
+            scales=(k_scale, v_scale),
         )
+        self.k: torch.Tensor = made.k
+        self.v: torch.Tensor = made.v
+        self.k_scale: torch.Tensor | None = made.k_scale
+        self.v_scale: torch.Tensor | None = made.v_scale
         self.latent = latent
-        self.v: torch.Tensor = (
-            self.k[..., :channels_v]
-            if latent
-            else torch.zeros(batch, heads_kv, max_tokens, channels_v, dtype=dtype, device=device)
-        )
-        place = self.k.device
-        self.k_scale: torch.Tensor | None = scale_tensor(
-            op, "k_scale", k_scale, dtype, heads_kv, place
-        )
-        self.v_scale: torch.Tensor | None = scale_tensor(
-            op, "v_scale", v_scale, dtype, heads_kv, place
-        )
         self._account([0] * batch, [0] * batch)
 
     def _account(self, before: list[int], counts: list[int]) -> None:

@@ -1,14 +1,15 @@
-"""Layouts and dtypes of KV caches, and the checks of scales and counts that they share."""
+"""Layouts and dtypes of KV caches, their tensors, and the checks of scales and counts."""
 
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..calls.decode import values_are_keys
 from ..core.checks import (
+    check_choice,
     check_dtype,
     check_flag,
     check_rank,
@@ -126,6 +127,52 @@ def scale_tensor(
     scale = scale.to(device)
     check_scale(op, arg, scale, stored, heads)
     return scale
+
+
+class CacheTensors(NamedTuple):
+    """Keys and values of a cache, and the scales of an fp8 one."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+def empty_cache(
+    op: str,
+    sizes: dict[str, int],
+    shape: tuple[int, int, int],
+    head_dim: int,
+    head_dim_v: int | None,
+    *,
+    latent: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    scales: tuple[Any, Any],
+) -> CacheTensors:
+    """The tensors of a new cache, full of zeros.
+
+    Parameters
+    ----------
+    sizes : the sizes to be checked, by the names of arguments; "heads_kv" is among them
+    shape : of keys and values without their channels
+    scales : of keys and values, as given
+    """
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    channels_v = head_dim if head_dim_v is None else head_dim_v
+    check_choice(op, "dtype", dtype, STORED)
+    for arg, value in {**sizes, "head_dim": head_dim, "head_dim_v": channels_v}.items():
+        check_count(op, arg, value, at_least=1)
+    check_latent(op, latent, head_dim, head_dim_v, dtype)
+    k = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+    v = k[..., :channels_v]
+    if not latent:
+        v = torch.zeros(*shape, channels_v, dtype=dtype, device=device)
+    k_scale, v_scale = (
+        scale_tensor(op, arg, scale, dtype, sizes["heads_kv"], k.device)
+        for arg, scale in zip(("k_scale", "v_scale"), scales, strict=True)
+    )
+    return CacheTensors(k, v, k_scale, v_scale)
 
 
 def check_counts(

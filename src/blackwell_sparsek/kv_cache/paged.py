@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.checks import check_choice, message
+from ..core.checks import message
 from ..core.errors import InvalidInput, InvalidType
 from ..core.torch_state import usable_in_training
 from ..core.transfer import ALIGNED_INTS, aligned_rows, refuse_capture, to_device
@@ -20,7 +20,7 @@ from .copies import (
     saved_tensors,
     shallow_copy,
 )
-from .layout import FP8, STORED, check_counts, check_latent, latent_values, scale_tensor
+from .layout import FP8, check_counts, empty_cache, latent_values
 from .pages import NO_PAGE, Growth, PagePool, SequencePages
 
 
@@ -122,33 +122,24 @@ class PagedKVCache:
         max_sequences: int = 256,
         max_tokens: int | None = None,
     ):
-        op = "PagedKVCache"
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        channels_v = head_dim if head_dim_v is None else head_dim_v
         max_tokens = num_pages * page_size if max_tokens is None else max_tokens
-        check_choice(op, "dtype", dtype, STORED)
         sizes = {"num_pages": num_pages, "page_size": page_size, "heads_kv": heads_kv}
-        sizes |= {"head_dim": head_dim, "head_dim_v": channels_v}
-        sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
-        for arg, value in sizes.items():
-            check_count(op, arg, value, at_least=1)
-        check_latent(op, latent, head_dim, head_dim_v, dtype)
-        self.k: torch.Tensor = torch.zeros(
-            num_pages, page_size, heads_kv, head_dim, dtype=dtype, device=device
+        made = empty_cache(
+            "PagedKVCache",
+            {**sizes, "max_sequences": max_sequences, "max_tokens": max_tokens},
+            (num_pages, page_size, heads_kv),
+            head_dim,
+            head_dim_v,
+            latent=latent,
+            dtype=dtype,
+            device=device,
+            scales=(k_scale, v_scale),
         )
+        self.k: torch.Tensor = made.k
+        self.v: torch.Tensor = made.v
+        self.k_scale: torch.Tensor | None = made.k_scale
+        self.v_scale: torch.Tensor | None = made.v_scale
         self.latent = latent
-        self.v: torch.Tensor = (
-            self.k[..., :channels_v]
-            if latent
-            else torch.zeros(num_pages, page_size, heads_kv, channels_v, dtype=dtype, device=device)
-        )
-        place = self.k.device
-        self.k_scale: torch.Tensor | None = scale_tensor(
-            op, "k_scale", k_scale, dtype, heads_kv, place
-        )
-        self.v_scale: torch.Tensor | None = scale_tensor(
-            op, "v_scale", v_scale, dtype, heads_kv, place
-        )
         max_pages = min(cdiv(max_tokens, page_size), num_pages)
         self._open(SequencePages(PagePool(num_pages), page_size, max_sequences, max_pages))
 

@@ -4,6 +4,7 @@ The part of `kv_append` with `slot_mapping`: checks, `bsk::kv_append_slots`, rot
 the implementation in plain PyTorch; the Triton kernels are in `slots_kernel.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from ..core.torch_state import without_autocast
 from ..dispatch.dispatcher import Dispatcher, every_problem, interpreted_only
 from ..dispatch.machine import why_not_portable
 from ..dispatch.operators import Operator, define_op
-from ..launch.replay import record, repeat
+from ..launch.replay import Cache, Tensors, record, repeat
 from .layout import (
     FP8,
     INDICES,
@@ -45,7 +46,7 @@ from .layout import (
 _OP = "kv_append"
 E4M3_MAX = 448.0
 # Launches of earlier calls, for `repeat`.
-_RECORDED: dict[Any, Any] = {}
+_RECORDED: Cache = {}
 
 
 class Rotary(NamedTuple):
@@ -112,18 +113,39 @@ def append_to_slots(
         )
         if k.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_values(call)
-        if is_latent(_OP, k_cache, v_cache, k, v):
-            # a recording has each tensor once; of these calls, under a key of their own
-            options, inputs = (*options, v.shape[-1]), (k, None, k_cache, None, *tensors)
-            results = repeat(_RECORDED, options, inputs)
-            if results is None:
-                results = record(_RECORDED, options, inputs, _append, call, impl, operands=1)
-        elif not torch.compiler.is_compiling() and values_lie_as_in_keys(k_cache, v_cache):
-            # a recording would be replayed, without these checks, for latent caches of these sizes
-            results = _append(call, impl)
-        else:
-            results = record(_RECORDED, options, inputs, _append, call, impl, operands=2)
+        results = append_recorded(_RECORDED, options, call, tensors, _append, impl)
     return results[0] if results else None
+
+
+def append_recorded(
+    cache: Cache,
+    options: tuple[Any, ...],
+    call: Any,
+    tensors: tuple[Any, ...],
+    append: Callable[[Any, str], Tensors],
+    impl: str,
+) -> Tensors:
+    """Return `append(call, impl)`: replayed for a latent cache, otherwise recorded if possible.
+
+    Parameters
+    ----------
+    cache, options : as for `repeat`, which found nothing for this call
+    call : AppendCall or SlotsCall, checked
+    tensors : the inputs of `repeat` after keys, values and their caches
+    """
+    k, v, k_cache, v_cache = call.k, call.v, call.k_cache, call.v_cache
+    if is_latent(_OP, k_cache, v_cache, k, v):
+        # a recording has each tensor once; of these calls, under a key of their own
+        options, inputs = (*options, v.shape[-1]), (k, None, k_cache, None, *tensors)
+        results = repeat(cache, options, inputs)
+        if results is None:
+            results = record(cache, options, inputs, append, call, impl, operands=1)
+        return results
+    if not torch.compiler.is_compiling() and values_lie_as_in_keys(k_cache, v_cache):
+        # a recording would be replayed, without these checks, for latent caches of these sizes
+        return append(call, impl)
+    inputs = (k, v, k_cache, v_cache, *tensors)
+    return record(cache, options, inputs, append, call, impl, operands=2)
 
 
 def _parts(rotary: Any) -> tuple[Any, Any, bool]:

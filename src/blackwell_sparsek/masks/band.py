@@ -8,7 +8,7 @@ arithmetic on the host; kernels compute the same ranges on the device.
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import InvalidInput, InvalidType
-from ..core.messages import message
+from ..core.messages import check_flag, message
 
 UNBOUNDED = 2**30
 """An open side in operator schemas: farther than any key, yet safe to add in int32."""
@@ -71,8 +71,7 @@ def band_of(op: str, causal: bool, window: int | tuple[int | None, int | None] |
     >>> band_of("attention", causal=False, window=(None, 2))
     Band(left=None, right=2)
     """
-    if not isinstance(causal, bool):
-        raise InvalidType(message(op, "causal", "is not a bool", "bool", type(causal).__name__))
+    check_flag(op, "causal", causal)
     left: int | None
     right: int | None
     if window is None:

@@ -7,10 +7,9 @@ import torch
 from ..attention.api import attention_packed
 from ..attention.fp8_inputs import is_fp8_call
 from ..attention.inputs import is_deterministic, overlaps
-from ..calls.attention import returned
+from ..calls.attention import check_impl_and_lse, returned
 from ..calls.ragged import RaggedCall
-from ..core.checks import check_choice, check_flag, check_tensor, is_differentiated_by_func, message
-from ..core.env import IMPLS
+from ..core.checks import check_tensor, is_differentiated_by_func, message
 from ..core.errors import InvalidInput, Unsupported
 from ..core.torch_state import cast_operand
 from ..decode.inputs import FP8
@@ -19,6 +18,13 @@ from ..masks.block_mask import BlockMask
 from .inputs import ragged_call, refuse_gradients
 from .op import OP, attend
 
+# Names of the options of caches, and of packed keys marked (*) below, that are None by default.
+_FURTHER = (
+    *("kv_blocks", "kv_block_size", "cache_batch_idx", "seqused_q", "seqused_k", "leftpad_k"),
+    *("chunk", "k_scale", "v_scale", "page_table", "cache_seqlens"),
+)
+# Names of the arguments that only packed fp8 has.
+_FOR_FP8 = ("q_descale", "k_descale", "v_descale", "out_dtype")
 # Launches of earlier calls, for `repeat`.
 _RECORDED: dict[Any, Any] = {}
 
@@ -305,7 +311,8 @@ def attention_varlen(
     )
     plain = all(x is None for x in further) and align == "bottom_right"
     plain = plain and batch_invariant is False
-    in_fp8 = is_fp8_call(q, q_descale, k_descale, v_descale, out_dtype)
+    for_fp8 = (q_descale, k_descale, v_descale, out_dtype)
+    in_fp8 = is_fp8_call(q, *for_fp8)
     # the kernels for caches know slopes too, and keys alone in fp8, but neither gradients nor masks
     if plain and (
         in_fp8
@@ -342,30 +349,7 @@ def attention_varlen(
             impl=impl,
         )
     if in_fp8:
-        _refuse_fp8(
-            q,
-            {
-                "kv_blocks": kv_blocks,
-                "kv_block_size": kv_block_size,
-                "cache_batch_idx": cache_batch_idx,
-                "seqused_q": seqused_q,
-                "seqused_k": seqused_k,
-                "leftpad_k": leftpad_k,
-                "chunk": chunk,
-                "k_scale": k_scale,
-                "v_scale": v_scale,
-                "page_table": page_table,
-                "cache_seqlens": cache_seqlens,
-                "align": None if align == "bottom_right" else align,
-                "batch_invariant": None if batch_invariant is False else batch_invariant,
-            },
-            {
-                "q_descale": q_descale,
-                "k_descale": k_descale,
-                "v_descale": v_descale,
-                "out_dtype": out_dtype,
-            },
-        )
+        _refuse_fp8(q, further, align, batch_invariant, for_fp8)
     options = (
         *(return_lse, max_seqlen_q, max_seqlen_k, kv_block_size, causal, window, chunk, align),
         *(scale, softcap, batch_invariant, deterministic, impl),
@@ -384,8 +368,7 @@ def attention_varlen(
     results = repeat(_RECORDED, options, inputs) if fits else None
     if results is None:
         _refuse_others(block_mask, deterministic)
-        check_choice(OP, "impl", impl, IMPLS)
-        check_flag(OP, "return_lse", return_lse)
+        check_impl_and_lse(OP, impl, return_lse)
         check_tensor(OP, "q", q)
         if cu_seqlens_k is not None:
             # operands like q; caches are never cast
@@ -435,13 +418,18 @@ def attention_varlen(
     return returned(results, out, return_lse)
 
 
-def _refuse_fp8(q: Any, options: dict[str, Any], for_fp8: dict[str, Any]) -> NoReturn:
-    """Say why a call is not one of packed fp8: it has others of the `options`."""
-    given = ", ".join(arg for arg, value in options.items() if value is not None)
+def _refuse_fp8(
+    q: Any, further: tuple[Any, ...], align: Any, batch_invariant: Any, for_fp8: tuple[Any, ...]
+) -> NoReturn:
+    """Say why a call is not one of packed fp8: it has options that such calls do not have."""
     if is_fp8_call(q):
+        given = [arg for arg, x in zip(_FURTHER, further, strict=True) if x is not None]
+        given += [] if align == "bottom_right" else ["align"]
+        given += [] if batch_invariant is False else ["batch_invariant"]
         instead = "packed q, k and v without it, or q in 16 bits"
-        raise Unsupported(f"{OP}: q in fp8 does not go with {given}; expected {instead}")
-    arg = next(arg for arg, value in for_fp8.items() if value is not None)
+        names = ", ".join(given)
+        raise Unsupported(f"{OP}: q in fp8 does not go with {names}; expected {instead}")
+    arg = next(arg for arg, x in zip(_FOR_FP8, for_fp8, strict=True) if x is not None)
     expected = "None with caches and the other options of packed keys (k_scale, v_scale)"
     raise InvalidInput(message(OP, arg, "goes with packed fp8 keys", expected, "a value"))
 

@@ -7,6 +7,7 @@ import torch
 
 from ..calls.attention import AttnSpec, lse_dtype
 from ..calls.decode import DecodeCall
+from ..calls.ragged import RaggedCall
 from .attention import _attend
 
 
@@ -23,7 +24,7 @@ def attention_decode(
     lengths = call.cache_seqlens.tolist()
     for b in range(batch):
         for h in range(heads):
-            tokens = _visited(call, b, h, lengths[b])
+            tokens = listed_positions(call, b, h, lengths[b])
             visible = _visible(q_len, lengths[b], tokens, call)
             # keys that no query sees must not be read: their pages may be gone
             tokens = [t for t, seen in zip(tokens, visible.any(0).tolist(), strict=True) if seen]
@@ -43,7 +44,7 @@ def attention_decode(
     return out.to(q.dtype), lse.to(lse_dtype(q.dtype))
 
 
-def _visited(call: DecodeCall, b: int, h: int, length: int) -> list[int]:
+def listed_positions(call: DecodeCall | RaggedCall, b: int, h: int, length: int) -> list[int]:
     """Positions of the keys that exist, in the order of the list."""
     if call.kv_blocks is None:
         return list(range(length))

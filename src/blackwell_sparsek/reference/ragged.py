@@ -11,6 +11,7 @@ import torch
 from ..calls.attention import AttnSpec, lse_dtype
 from ..calls.ragged import RaggedCall
 from .attention import _attend
+from .decode import listed_positions
 
 
 def attention_ragged(
@@ -31,7 +32,7 @@ def attention_ragged(
         length = _length(call, b)
         position = [i if call.top_left else i + length - q_len for i in range(q_len)]
         for h in range(call.kv_heads):
-            listed = _listed(call, b, h, length)
+            listed = listed_positions(call, b, h, length)
             visible = _visible(call, b, position, listed, length)
             # keys that no query sees must not be read: their pages may be gone
             keys = [t for t, seen in zip(listed, visible.any(0).tolist(), strict=True) if seen]
@@ -58,16 +59,6 @@ def _length(call: RaggedCall, b: int) -> int:
         return int(call.seqlens_k[b])
     assert call.cu_seqlens_k is not None
     return int(call.cu_seqlens_k[b + 1] - call.cu_seqlens_k[b])
-
-
-def _listed(call: RaggedCall, b: int, h: int, length: int) -> list[int]:
-    """Positions of the keys that exist, in the order of the list."""
-    if call.kv_blocks is None:
-        return list(range(length))
-    size = call.kv_block_size
-    blocks = [block for block in call.kv_blocks[b, h].tolist() if block >= 0]
-    positions = [block * size + i for block in blocks for i in range(size)]
-    return [position for position in positions if position < length]
 
 
 def _visible(

@@ -4,9 +4,7 @@ from typing import Literal, overload
 
 import torch
 
-from ..calls.attention import returned
-from ..core.checks import check_choice, check_flag
-from ..core.env import IMPLS
+from ..calls.attention import check_impl_and_lse, returned
 from ..masks.key_selection import KeySelection
 from .inputs import sparse_call
 from .op import attend
@@ -181,8 +179,7 @@ def sparse_attention(
     torch.Size([1, 8, 40, 16])
     """
     op = "sparse_attention"
-    check_choice(op, "impl", impl, IMPLS)
-    check_flag(op, "return_lse", return_lse)
+    check_impl_and_lse(op, impl, return_lse)
     call = sparse_call(
         op,
         q,

@@ -63,15 +63,23 @@ def check_numbers(
 
 
 def check_new(
-    op: str, batch: int, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None
+    op: str,
+    batch: int,
+    new: dict[str, torch.Tensor],
+    caches: dict[str, torch.Tensor],
+    offsets: torch.Tensor | None,
 ) -> None:
-    """Check new keys and values of `batch` sequences, packed if they have offsets."""
-    for arg, x in (("k", k), ("v", v)):
+    """Check new k and v of `batch` sequences, packed if they have offsets, against the caches.
+
+    Caches have rank 4, and heads and channels last, like k and v.
+    """
+    for arg, x in new.items():
         check_tensor(op, arg, x)
         check_rank(op, arg, x, "[B, T, Hkv, D]" if offsets is None else "[T, Hkv, D]")
-    if offsets is None:
-        check_shape(op, "k", k, (batch, *k.shape[1:]))
-    check_shape(op, "v", v, (*k.shape[:-1], v.shape[-1]))
+    k = new["k"]
+    tokens = (batch, k.shape[1]) if offsets is None else k.shape[:1]
+    for arg, x in new.items():
+        check_shape(op, arg, x, (*tokens, *caches[arg].shape[2:]))
     if offsets is None:
         return
     arg = "cu_seqlens_k_new"

@@ -7,6 +7,7 @@ import torch
 from ...core.checks import check_flag, check_rank, check_tensor, message
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
+from ...decode.inputs import PAGED
 from ...masks.packed import check_cu_seqlens
 from .append import places_packed
 from .factors import Factors, WideQueries, check_factors, check_fp8, head_scale, wide_queries
@@ -88,7 +89,7 @@ def check_packed_over_pages(
     check_cu_seqlens(op, "cu_seqlens_q", offsets, device=q.device)
     for arg, x in caches.items():
         check_tensor(op, arg, x)
-        check_rank(op, arg, x, "[pages, page_size, Hkv, D]")
+        check_rank(op, arg, x, PAGED)
 
 
 def queries_over_cache(

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 
 from ...attention.api import attention
-from ...core.checks import check_rank, check_tensor, message
+from ...attention.inputs import TOKENS_FIRST
+from ...core.checks import check_rank, check_shape, check_tensor, message
 from ...core.errors import InvalidInput
 from ...core.torch_state import cast_operand
+from ...decode.inputs import PAGED
 from ...masks.packed import check_cu_seqlens
 from ...ragged.api import attention_varlen
 from .arguments import (
@@ -24,7 +26,14 @@ from .arguments import (
 from .factors import Factors, WideQueries
 from .gradients import attached, want_gradients
 from .naming import OF_ATTENTION, named_as
-from .packing import DENSE, check_one_batch, every, flattened, packed_sequences
+from .packing import (
+    check_batches,
+    check_given,
+    check_one_batch,
+    every,
+    flattened,
+    packed_sequences,
+)
 
 
 @named_as("flash_attn_func", {"attention": OF_ATTENTION, "attention_varlen": OF_ATTENTION})
@@ -116,9 +125,7 @@ def flash_attn_func(
         aux_scalars=aux_scalars,
         gather_kv_indices=gather_kv_indices,
     )
-    for arg, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(op, arg, x)
-        check_rank(op, arg, x, DENSE)
+    check_batches(op, q, k, v)
     not_in_fp8 = {"attention_chunk": attention_chunk or None, "alibi_slopes": alibi_slopes}
     descales = descales_of(op, q, (q_descale, k_descale, v_descale), not_in_fp8)
     window = window_of(op, window_size)
@@ -305,6 +312,7 @@ def flash_attn_varlen_func(
         seqused_q,
     )
     (packed_q,) = queries.tensors
+    keys = None
     if pages is None:
         keys = packed_sequences(
             op,
@@ -318,10 +326,16 @@ def flash_attn_varlen_func(
         check_one_batch(op, queries, keys)
     else:
         packed_k, packed_v, cu_seqlens_k = k, v, None
+    if keys is not None and queries.batch is not None and keys.batch is not None:
+        check_batches(op, q, k, v)
+    elif queries.batch is not None or (keys is not None and keys.batch is not None):
+        layout_k = PAGED if keys is None else keys.layout
+        check_given(op, (q, queries.layout), (k, layout_k), (v, layout_k))
     into = out
     if out is not None and queries.batch is not None:
         check_tensor(op, "out", out)
-        check_rank(op, "out", out, DENSE)
+        check_rank(op, "out", out, TOKENS_FIRST)
+        check_shape(op, "out", out, (*q.shape[:-1], v.shape[-1]))
         into = flattened(op, "out", out)
 
     def packed() -> tuple[torch.Tensor, torch.Tensor]:

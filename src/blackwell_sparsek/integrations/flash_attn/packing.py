@@ -1,15 +1,26 @@
-"""Tensors of a call for packed sequences that are not packed: flash-attn 4 takes both kinds."""
+"""Tensors in the layouts of flash-attn: batches with tokens before heads, and packed sequences.
+
+Calls for packed sequences take both kinds, as in flash-attn 4. The functions inside get other
+shapes than the caller passed, so what could fail there because of a shape is checked here before.
+"""
 
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.checks import check_rank, check_shape, check_tensor, message
+from ...attention.inputs import PACKED, TOKENS_FIRST, check_qkv_shapes, clearly_valid
+from ...calls.fp8 import is_turned
+from ...core.checks import (
+    check_last_dim_contiguous,
+    check_rank,
+    check_shape,
+    check_tensor,
+    message,
+)
 from ...core.errors import InvalidInput
+from ...core.fp8 import E4M3
 from ...masks.packed import check_cu_seqlens
 from ...ragged.inputs import checked_maximum
-
-DENSE, PACKED = "[B, S, H, D]", "[T, H, D]"
 
 
 class Sequences(NamedTuple):
@@ -22,12 +33,40 @@ class Sequences(NamedTuple):
     batch: int | None
     """How many sequences of one length there are; None if the tensors came packed."""
 
+    @property
+    def layout(self) -> str:
+        """The layout in which the tensors came."""
+        return PACKED if self.batch is None else TOKENS_FIRST
+
     def unpacked(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of these queries in the layout in which they came."""
         if self.batch is None:
             return out, lse
         out = out.unflatten(0, (self.batch, self.longest))
         return out, lse.unflatten(1, (self.batch, self.longest)).transpose(0, 1)
+
+
+def check_batches(op: str, q: Any, k: Any, v: Any) -> None:
+    """Check that q, k and v `[B, S, H, D]` go together."""
+    if clearly_valid(q, k, v, TOKENS_FIRST):
+        return
+    tensors = {"q": q, "k": k, "v": v}
+    for arg, x in tensors.items():
+        check_tensor(op, arg, x)
+        check_rank(op, arg, x, TOKENS_FIRST)
+        if not (arg == "v" and x.dtype == E4M3 and is_turned(x.transpose(1, 2))):
+            check_last_dim_contiguous(op, arg, x)
+    check_qkv_shapes(op, tensors, TOKENS_FIRST)
+
+
+def check_given(op: str, q: tuple[Any, str], k: tuple[Any, str], v: tuple[Any, str]) -> None:
+    """Check that q, k and v go together as the caller gave them, each with its layout."""
+    given = {"q": q, "k": k, "v": v}
+    for arg, (x, layout) in given.items():
+        check_tensor(op, arg, x)
+        check_rank(op, arg, x, layout)
+        check_last_dim_contiguous(op, arg, x)
+    check_qkv_shapes(op, {arg: x for arg, (x, _) in given.items()}, PACKED)
 
 
 def every(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -57,10 +96,11 @@ def packed_sequences(
     for name, x in tensors.items():
         check_tensor(op, name, x)
         if x.dim() == 3:
-            expected = f"int32 [B + 1] for packed {name} {PACKED}, or {name} {DENSE}"
+            expected = f"int32 [B + 1] for packed {name} {PACKED}, or {name} {TOKENS_FIRST}"
             raise InvalidInput(message(op, arg, "is missing", expected, None))
-        check_rank(op, name, x, DENSE)
-        check_shape(op, name, x, (*first.shape[:2], *x.shape[2:]))
+        check_rank(op, name, x, TOKENS_FIRST)
+        if x is not first:
+            check_shape(op, name, x, (*first.shape[:2], *x.shape[2:]))
     batch, length = first.shape[:2]
     if maximum is not None and checked_maximum(op, arg_longest, maximum) < length and used is None:
         expected = f"at least {length}, the length of the sequences, or None"

@@ -2,10 +2,18 @@
 
 import torch
 
-from ...attention.inputs import DTYPES
-from ...core.checks import check_dtype, check_rank, check_same_device, check_tensor, message
+from ...attention.inputs import DTYPES, PACKED, TOKENS_FIRST
+from ...core.checks import (
+    check_dtype,
+    check_last_dim_contiguous,
+    check_rank,
+    check_same_device,
+    check_tensor,
+    message,
+)
 from ...core.errors import InvalidInput, Unsupported
 from ...core.fp8 import E4M3
+from ...decode.inputs import PAGED
 from ...kv_cache.slots import rotated
 from ...masks.packed import check_cu_seqlens
 from ...ragged.api import attention_varlen
@@ -30,7 +38,7 @@ from .arguments import (
 from .factors import Factors, check_fp8
 from .gradients import without_gradients
 from .naming import OF_ATTENTION, OF_CACHES, OF_ROTARY, named_as
-from .packing import DENSE, every
+from .packing import every
 
 
 @named_as(
@@ -144,13 +152,20 @@ def flash_attn_with_kvcache(
     for arg, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(op, arg, x)
     ragged = cu_seqlens_q is not None
-    check_rank(op, "q", q, "[T, H, D]" if ragged else DENSE)
+    check_rank(op, "q", q, PACKED if ragged else TOKENS_FIRST)
     for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_rank(op, arg, x, DENSE if pages is None else "[pages, page_size, Hkv, D]")
+        check_rank(op, arg, x, TOKENS_FIRST if pages is None else PAGED)
+        if pages is None:
+            # it is transposed below, and an error behind that would tell other strides
+            check_last_dim_contiguous(op, arg, x)
     check_dtype(op, "q", q, (*DTYPES, E4M3))
     if q.shape[-1] != k_cache.shape[-1]:
         got = f"{list(q.shape)} and {list(k_cache.shape)}"
         raise InvalidInput(message(op, "q/k_cache", "have different head dims", "one", got))
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        expected = "all but the last dimension alike"
+        got = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
+        raise InvalidInput(message(op, "k_cache/v_cache", "do not match", expected, got))
     if (max_seqlen_q is None) is ragged:
         problem = "is missing" if ragged else "goes with cu_seqlens_q"
         expected = "an int" if ragged else "None without cu_seqlens_q"
@@ -185,7 +200,7 @@ def flash_attn_with_kvcache(
             missing = "k" if k is None else "v"
             expected = "both of k and v, also for rotary"
             raise InvalidInput(message(op, missing, "is missing", expected, None))
-        check_new(op, batch, k, v, cu_seqlens_k_new)
+        check_new(op, batch, {"k": k, "v": v}, {"k": k_cache, "v": v_cache}, cu_seqlens_k_new)
         check_same_device(op, {"q": q, "k_cache": k_cache, "k": k, "v": v})
         if q.dtype == E4M3:
             check_fp8(op, k=k, v=v)
