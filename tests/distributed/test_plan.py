@@ -62,6 +62,14 @@ def test_contiguous_runs_where_they_are_even_and_zigzag_for_causal():
     assert causal.tiles == ((0, 1, 6, 7), (2, 3, 4, 5)) and causal.imbalance == 1.0
 
 
+def test_of_plans_that_are_equally_uneven_the_longest_runs_win():
+    """Whichever rank has the only block of queries that sees anything, it has all of the work."""
+    dense = torch.zeros(4, 4, dtype=torch.bool)
+    dense[0, 0] = True
+    plan = balance(bsk.BlockMask.from_dense(dense, 16), 2, tile=16)
+    assert (plan.tiles, plan.imbalance) == (((0, 1), (2, 3)), 2.0)
+
+
 def test_several_masks_are_weighted():
     causal = bsk.masks.causal(4096, 128)
     local = bsk.masks.sliding_window(4096, 256, 128, causal=True)

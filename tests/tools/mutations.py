@@ -1,8 +1,8 @@
 """Small faults that can be planted in a source file, found on its syntax tree.
 
 A mutant replaces one piece of the text and leaves the rest as it is, so that its diff reads as a
-typing error would. Annotations, docstrings, texts and what runs only for type checkers stay as they
-are: no test could, or should, tell the difference.
+typing error would. Annotations, docstrings, texts, assertions (`strict=True` of `zip` is one) and
+what runs only for type checkers stay as they are: no test could, or should, tell the difference.
 """
 
 import ast
@@ -88,6 +88,8 @@ def _is_left_alone(node: ast.AST) -> bool:
     if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert)):
         return True
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        return True
+    if isinstance(node, ast.keyword) and ast.unparse(node) == "strict=True":
         return True
     if isinstance(node, ast.Assign):
         # names of types, lists of public names

@@ -17,6 +17,7 @@ CHANGES = {
     "x = a and b or c": ["x = ((a and b) and c)", "x = (a or b) or c"],
     "x = not a": ["x = (a)"],
     "x = True": ["x = False"],
+    "x = zip(a, strict=False)": ["x = zip(a, strict=True)"],
     "x = 0.0": ["x = 1.0"],
     "f(a, b, key=c)": ["f(b, a, key=c)", "pass"],
     "if a:\n    b()\nelse:\n    c()": [
@@ -49,6 +50,7 @@ def test_every_fault_is_one_change_of_the_text(source):
         "x = max(a, b)",
         "x = torch.maximum(a, b)",
         "assert a == b",
+        "x = zip(a, strict=True)",
         "x = f(a, a)",
     ],
 )
