@@ -51,6 +51,7 @@ def test_every_fault_is_one_change_of_the_text(source):
         "x = torch.maximum(a, b)",
         "assert a == b",
         "x = zip(a, strict=True)",
+        "tl.static_assert(a == b)",
         "x = f(a, a)",
     ],
 )
