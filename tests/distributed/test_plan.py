@@ -126,8 +126,11 @@ def test_plans_are_saved_and_loaded(tmp_path):
     ("text", "message"),
     [
         ("{", "text is not JSON"),
-        ("[]", "text is not a plan; expected the keys of"),
-        ('{"seq_length": 32}', "text is not a plan"),
+        ("[]", "text is not a plan; expected the keys of .*, got list$"),
+        (
+            '{"tile": 16, "seq_length": 32}',
+            r"text is not a plan; .*, got \['seq_length', 'tile'\]$",
+        ),
         ("KIND, 'tiles': [0, 1]}", "tiles is malformed"),
         ("KIND, 'tiles': [[0, 1], [1]]}", "are not a partition; .* at fault .1."),
         ("KIND, 'tiles': [[0]]}", "are not a partition; .* at fault .1."),
@@ -258,6 +261,8 @@ def test_errors_of_shards():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((7,), "tiles is malformed; expected tiles of each rank, got int$"),
+        (((),), "tiles is malformed; expected tiles of each rank, got none$"),
         (((0, 1),), r"tiles\[0\] is malformed; expected ints, got int"),
         ((((0,), (1,)), 5.0), "work is malformed; expected a number for each rank, got 5.0"),
         ((((0,), (1,)), ("a", "b")), "work is malformed"),

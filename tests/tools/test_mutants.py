@@ -90,6 +90,12 @@ def test_every_target_has_tests_and_they_exist(sites):
     assert mutants.tests_for("decode/op.py")[0] == "tests/decode/test_op.py"
 
 
+def test_tests_that_import_a_file_come_last():
+    *fallbacks, first, second = mutants.tests_for("decode/triton.py")
+    assert fallbacks[:2] == ["tests/decode/test_triton.py", "tests/decode/test_variants.py"]
+    assert (first, second) == ("tests/decode/test_combine.py", "tests/decode/test_latent.py")
+
+
 def test_known_equivalents_are_mutants_of_these_files(sites):
     known = mutants.equivalents()
     found = set()
