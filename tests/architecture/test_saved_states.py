@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import re
 import time
 
 import pytest
@@ -127,6 +128,16 @@ def test_every_class_that_torch_loads_is_here():
     }
     # `restored` makes a Quantized: tests/fp8/test_quantize.py
     assert ours == {name.split()[0] for name in MAKERS} | {"PageSummaries", "restored"}
+
+
+@pytest.mark.parametrize(
+    ("state", "got"), [([1], "got list"), ({"b": 1, "a": 2}, "got ['a', 'b']"), ({}, "got []")]
+)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_of_another_form_is_named(name, state, got):
+    kind = type(MAKERS[name]())
+    with pytest.raises(bsk.InvalidInput, match=f"does not fit; expected .*, {re.escape(got)}$"):
+        kind.__new__(kind).__setstate__(state)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -32,14 +32,18 @@ class Watching(TorchFunctionMode):
 
 @pytest.fixture
 def operator_calls(monkeypatch):
-    """Counts calls that go through `bsk::attn_fwd`."""
-    calls, operator = [], module.attn_fwd
+    """Counts calls that go through `bsk::attn_fwd` or `bsk::attn_fwd_into`."""
+    calls = []
 
-    def counted(*args):
-        calls.append(1)
-        return operator(*args)
+    def counting(operator):
+        def counted(*args):
+            calls.append(1)
+            return operator(*args)
 
-    monkeypatch.setattr(module, "attn_fwd", counted)
+        return counted
+
+    for name in ("attn_fwd", "attn_fwd_into"):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
     return calls
 
 
@@ -89,6 +93,22 @@ def test_only_what_is_asked_for(operator_calls):
     assert attend([q, k.detach(), v]).grad_fn is None
     with torch.no_grad():
         assert attend([q, k, v]).grad_fn is None
+
+
+@pytest.mark.parametrize("given", ["bias", "out", "odd addresses"])
+def test_plain_calls_that_are_not_replayed_bypass_the_operator_too(operator_calls, given):
+    tensors = inputs(requires_grad=False)
+    options = {
+        "bias": {"bias": torch.zeros(1, 2, 20, 20)},
+        "out": {"out": torch.empty_like(tensors[0])},
+    }
+    if given == "odd addresses":
+        tensors = [torch.cat([x.flatten(), x[0, 0, 0, :1]])[1:].view_as(x) for x in tensors]
+    attend(tensors, **options.get(given, {}))
+    assert not operator_calls
+    with Watching():
+        attend(tensors, **options.get(given, {}))
+    assert len(operator_calls) == 1
 
 
 def test_a_second_derivative_is_refused(operator_calls):

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from blackwell_sparsek.attention import autograd as attention_autograd
 from blackwell_sparsek.attention import op as attention
 from blackwell_sparsek.attention import replay as attention_repeat
 from blackwell_sparsek.attention.autograd import TrainingCall
@@ -40,7 +41,8 @@ def gpu(monkeypatch):
         launching.launch(None, 3, (*call.gradients, sums, q, k, v, call.dout, sinks, last))
 
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(attention_repeat, "stream_of", lambda x: state.stream)
+    for module in (attention_repeat, attention_autograd):
+        monkeypatch.setattr(module, "stream_of", lambda x: state.stream)
     fake_variants(monkeypatch, lambda grid, stream, values: state.repeated.append(tuple(values)))
     monkeypatch.setattr(attention.backward_dispatch, "run", run)
     monkeypatch.setattr(attention_repeat, "_BACKWARD", {})
@@ -107,6 +109,26 @@ def test_gradients_of_sinks_are_repeated(gpu):
     for _ in range(2):
         call(sinks=sinks)
     assert gpu.calls == 2 and gpu.repeated[-1][-2] is None
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_new_training_call_takes_recorded_gradients_without_checking_it(gpu, monkeypatch, masked):
+    mask = BlockMask.from_dense(torch.eye(2, dtype=torch.bool), 16) if masked else None
+    q, k, v, out, dout = (torch.zeros(1, 2, 32, 16, dtype=torch.float16) for _ in range(5))
+    spec = AttnSpec(0.25, EVERYTHING, mask, max_q=32, max_k=32)
+    checked = []
+
+    def run_backward(*given):
+        checked.append(given)
+        return attention.run_backward(*given)
+
+    monkeypatch.setattr(attention_autograd, "run_backward", run_backward)
+    saved = (q, k, v, out, torch.zeros(1, 2, 32), *[None] * 5)
+    with torch.no_grad():
+        for again in range(3):
+            training = TrainingCall.of(AttentionCall(q, k, v, spec), "triton")
+            training.gradients(dout, None, saved, tuple(NEEDS))
+            assert (gpu.calls, len(checked), len(gpu.repeated)) == (1, 1, again)
 
 
 @pytest.mark.parametrize("added", ["alibi_slopes", "bias"])

@@ -1,7 +1,9 @@
 """Calls with new lengths, launched as full calls are; CPU tensors in place of a GPU's."""
 
+import dataclasses
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -342,6 +344,25 @@ def test_gradients_that_differ_in_more_are_computed_in_full(gpu, monkeypatch):
     assert len(full) == 4
     gradients(Call(104), gpu)
     assert len(full) == 4
+
+
+def test_only_described_gradients_without_a_mask_are_learned(gpu, monkeypatch):
+    given = []
+
+    def noted(*call):
+        given.append(call)
+        return resize_backward.gradient_recorder(*call)
+
+    monkeypatch.setattr(autograd, "gradient_recorder", noted)
+    gradients(Call(100), gpu)
+    ((found, options, call, tensors),) = given
+    monkeypatch.setattr(resize_backward, "_FAMILIES", {})
+    record = partial(resize_backward.gradient_recorder, options=options, tensors=tensors)
+    mask = bsk.masks.causal(100, 64)
+    masked = dataclasses.replace(call, spec=call.spec._replace(block_mask=mask))
+    assert record(found, call=call) is not launch_replay.NO_RECORDER
+    assert record(None, call=call) is launch_replay.NO_RECORDER
+    assert record(found, call=masked) is launch_replay.NO_RECORDER
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -97,6 +97,45 @@ def test_last_dim_contiguous():
     refused(InvalidInput, text.replace("(1, 3)", "(3, 2)"), check, "op", "x", X[:, ::2])
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "shared"),
+    [
+        ((2, 3), (3, 1), False),
+        ((2, 3), (1, 2), False),
+        ((2, 3), (8, 2), False),
+        ((2, 3), (2, 1), True),
+        ((2, 3), (1, 1), True),
+        ((2, 3), (0, 1), True),
+        ((2, 2, 3), (6, 3, 1), False),
+        ((2, 2, 3), (5, 3, 1), True),
+        # strides of dimensions of one or no element mean nothing
+        ((1, 3), (0, 1), False),
+        ((0, 3), (0, 0), False),
+        ((), (), False),
+    ],
+)
+def test_elements_at_one_address(shape, strides, shared):
+    x = torch.zeros(40).as_strided(shape, strides)
+    assert checks.shares_elements(x) is shared
+
+
+def test_no_data():
+    checks.check_has_data("op", "x", X)
+    text = (
+        "op: x is on the meta device; expected a tensor with data (make it on another device, then "
+        "call .to('meta')), got no data"
+    )
+    refused(Unsupported, text, checks.check_has_data, "op", "x", X.to("meta"))
+
+
+@pytest.mark.parametrize("value", [1, None, "True"])
+def test_flag(value):
+    checks.check_flag("op", "causal", True)
+    checks.check_flag("op", "causal", False)
+    text = f"op: causal is not a bool; expected bool, got {type(value).__name__}"
+    refused(InvalidType, text, checks.check_flag, "op", "causal", value)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_finite(value):
     for good in (0.0, -1e30, 3):

@@ -62,6 +62,14 @@ def test_contiguous_runs_where_they_are_even_and_zigzag_for_causal():
     assert causal.tiles == ((0, 1, 6, 7), (2, 3, 4, 5)) and causal.imbalance == 1.0
 
 
+def test_of_plans_that_are_equally_uneven_the_longest_runs_win():
+    """Whichever rank has the only block of queries that sees anything, it has all of the work."""
+    dense = torch.zeros(4, 4, dtype=torch.bool)
+    dense[0, 0] = True
+    plan = balance(bsk.BlockMask.from_dense(dense, 16), 2, tile=16)
+    assert (plan.tiles, plan.imbalance) == (((0, 1), (2, 3)), 2.0)
+
+
 def test_several_masks_are_weighted():
     causal = bsk.masks.causal(4096, 128)
     local = bsk.masks.sliding_window(4096, 256, 128, causal=True)
@@ -118,8 +126,11 @@ def test_plans_are_saved_and_loaded(tmp_path):
     ("text", "message"),
     [
         ("{", "text is not JSON"),
-        ("[]", "text is not a plan; expected the keys of"),
-        ('{"seq_length": 32}', "text is not a plan"),
+        ("[]", "text is not a plan; expected the keys of .*, got list$"),
+        (
+            '{"tile": 16, "seq_length": 32}',
+            r"text is not a plan; .*, got \['seq_length', 'tile'\]$",
+        ),
         ("KIND, 'tiles': [0, 1]}", "tiles is malformed"),
         ("KIND, 'tiles': [[0, 1], [1]]}", "are not a partition; .* at fault .1."),
         ("KIND, 'tiles': [[0]]}", "are not a partition; .* at fault .1."),
@@ -250,6 +261,8 @@ def test_errors_of_shards():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((7,), "tiles is malformed; expected tiles of each rank, got int$"),
+        (((),), "tiles is malformed; expected tiles of each rank, got none$"),
         (((0, 1),), r"tiles\[0\] is malformed; expected ints, got int"),
         ((((0,), (1,)), 5.0), "work is malformed; expected a number for each rank, got 5.0"),
         ((((0,), (1,)), ("a", "b")), "work is malformed"),

@@ -9,6 +9,7 @@ from torch import nn
 from blackwell_sparsek.core.errors import InvalidInput, Unsupported
 from blackwell_sparsek.integrations import torch_sparse as routes
 from blackwell_sparsek.integrations.torch_sparse import enable_torch_sparse, is_enabled
+from blackwell_sparsek.matmul.api import matmul
 from blackwell_sparsek.sparse.matrix import BSRPattern
 from blackwell_sparsek.testing.inputs import block_pattern, integers, normal
 from blackwell_sparsek.testing.tolerance import assert_within_budget
@@ -66,6 +67,46 @@ def test_scaled_addmm_rounds_once(enabled, device):
     exact = 0.3 * c.double() + 1.7 * (dense.double() @ x.double())
     got = torch.addmm(c, sparse, x, beta=0.3, alpha=1.7)
     assert_within_budget(got, exact, torch.addmm(c, dense, x, beta=0.3, alpha=1.7))
+
+
+@pytest.mark.parametrize(
+    ("sparse_left", "shape", "added"),
+    [
+        (True, (48, 1), {"bias": [48]}),
+        (True, (48, 7), {"residual": [48, 7]}),
+        (True, (7,), {}),
+        (True, (1, 7), {}),
+        (False, (1, 40), {"bias": [40]}),
+        (False, (40,), {"bias": [40]}),
+        (False, (7, 40), {"residual": [7, 40]}),
+        (False, (7, 1), {}),
+    ],
+)
+def test_what_addmm_adds_joins_the_product_where_it_can(
+    enabled, device, monkeypatch, sparse_left, shape, added
+):
+    """Otherwise the product is written in fp32 and read again."""
+    _, sparse = weight(device)
+    joined = []
+
+    def noted(*operands, **options):
+        kept = {name: list(x.shape) for name, x in options.items() if name != "out_dtype"}
+        joined.append((kept, options.get("out_dtype")))
+        return matmul(*operands, **options)
+
+    monkeypatch.setattr(routes, "matmul", noted)
+    operands = (sparse, normal(40, 7, seed=3, device=device))
+    if not sparse_left:
+        operands = (normal(7, 48, seed=3, device=device), sparse)
+    torch.addmm(normal(*shape, seed=4, device=device), *operands)
+    assert joined == [(added, None if added else torch.float32)]
+
+
+def test_what_is_added_to_a_single_row_may_differ_by_column(enabled, device):
+    dense, sparse = weight(device, block=(1, 8), blocks=(1, 5), make=integers, seed=1)
+    x, c = integers(40, 7, seed=3, device=device), integers(7, seed=4, device=device)
+    for added in (c, c[None], c[:1], c[:1, None]):
+        assert torch.equal(torch.addmm(added, sparse, x), torch.addmm(added, dense, x))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])

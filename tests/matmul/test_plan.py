@@ -84,6 +84,25 @@ def test_plan_for_capture_is_the_exact_one_with_padding(lengths, chunk):
     assert (padded.split_rows[exact.n_split_rows :, 0] == -1).all()
 
 
+class OnGpu(torch.Tensor):
+    """A vector that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_a_capture_gets_a_plan_of_its_own_that_is_padded(chunk, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    lengths = LENGTHS[3]
+    indptr = indptr_of(lengths).as_subclass(OnGpu)
+    given = (indptr, sum(lengths), max(lengths), chunk)
+    captured, cut = spmm_plan(*given), chunk if chunk < max(lengths) else 0
+    padded = build_spmm_plan(indptr, cut, plan_module._largest_sizes(indptr, sum(lengths), cut))
+    assert torch.equal(captured.items, padded.items) and captured.n_slots == padded.n_slots
+    assert torch.equal(captured.split_rows, padded.split_rows)
+    assert not plan_module._PLANS[indptr] and spmm_plan(*given) is not captured
+
+
 def test_plans_are_kept_per_chunk_and_die_with_the_pattern():
     indptr = indptr_of([9, 2, 30])
     before = len(plan_module._PLANS)

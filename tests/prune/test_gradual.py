@@ -127,19 +127,20 @@ def test_factors_of_moments_follow_the_blocks():
 
 
 @pytest.mark.parametrize(
-    ("name", "state"),
+    ("name", "state", "got"),
     [
-        ("flat", normal(12 * 256, seed=0)),
-        ("quantized", normal(7, seed=0)),
-        ("of_rows", normal(12, 12, seed=0)),
-        ("moments", [normal(12, 16, 16, seed=0)]),
+        ("flat", normal(12 * 256, seed=0), r"\[3072\]"),
+        ("quantized", normal(7, seed=0), r"\[7\]"),
+        ("of_rows", normal(12, 12, seed=0), r"\[12, 12\]"),
+        ("moments", [normal(12, 16, 16, seed=0)], "list"),
     ],
 )
-def test_state_that_is_not_of_blocks_is_refused(name, state):
+def test_state_that_is_not_of_blocks_is_refused(name, state, got):
     layer = BSRLinear(64, 48, (16, 16), bias=False)
     optimizer = Factored(layer.parameters(), lambda p: {"step": 1, name: state})
     values = layer.values
-    with pytest.raises(InvalidInput, match=rf"optimizer has a state '{name}' that cannot be split"):
+    text = rf"optimizer has a state '{name}' that cannot be split .*, got {got}$"
+    with pytest.raises(InvalidInput, match=text):
         shrink_(layer, 0.5, optimizer=optimizer)
     assert layer.values is values and layer.nnz_blocks == 12
     assert optimizer.state[values][name] is state
@@ -261,6 +262,13 @@ def test_errors_of_the_schedule():
     CubicSchedule(final=0.5, initial=0.5, end=5)
     with pytest.raises(InvalidInput, match=r"final: sparsity is out of range"):
         CubicSchedule(final=1.5, end=5)
+
+
+@pytest.mark.parametrize(("state", "got"), [([3], "list"), ({"step": 3}, r"\['step'\]")])
+def test_a_state_without_steps_is_named(state, got):
+    pruner = GradualPruner(BSRLinear(32, 32, (16, 16)), CubicSchedule(0.5, end=4))
+    with pytest.raises(InvalidInput, match=rf"state has no steps; expected .*, got {got}$"):
+        pruner.load_state_dict(state)
 
 
 def assert_refused_or_used(state):

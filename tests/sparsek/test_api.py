@@ -249,7 +249,7 @@ def test_explained():
             torch.tensor([1.0, -2.0, 1.0]),
             None,
             bsk.InvalidInput,
-            r"k\[1\] is out",
+            r"k\[1\] is out of range; expected at least 0, got -2.0$",
         ),
         (torch.zeros(3, 4), 1, torch.tensor([1, 5, 2]), bsk.InvalidType, "lengths has an unsupp"),
         (

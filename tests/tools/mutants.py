@@ -13,7 +13,9 @@ that also fails without a fault kills nothing: the killing tests are run once mo
 """
 
 import argparse
+import ast
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -83,7 +85,7 @@ NOT_TARGETS = (
 )
 
 # For each folder or file, tests that run after those of the same name; the longest entry that a
-# path begins with counts.
+# path begins with counts. Tests of its own folder that import a file need not be here.
 FALLBACKS = {
     "masks": ["masks/test_block_mask.py", "masks/test_patterns.py"],
     "masks/block_mask": [
@@ -102,6 +104,7 @@ FALLBACKS = {
         "sparse/test_validate.py",
         "nn/test_written_pattern.py",
     ],
+    "sparse/product": ["matmul/test_eager.py", "sparse/test_matrix.py", "matmul/test_op.py"],
     "sparse/reading": ["nn/test_written_pattern.py"],
     "sparse/scores": ["prune/test_sparsify.py"],
     "calls/attention": [
@@ -125,7 +128,7 @@ FALLBACKS = {
     ],
     "core/after_torch": ["architecture/test_lazy_imports.py", "dispatch/test_flops.py"],
     "core/checks": ["core/test_checks.py", "dispatch/test_transforms.py"],
-    "core/env": ["core/test_env.py", "dispatch/test_dispatcher.py"],
+    "core/env": ["core/test_env.py", "dispatch/test_dispatcher.py", "launch/test_cache_keys.py"],
     "core/fp8": ["fp8/test_quantize.py", "sparse/test_fp8.py"],
     "core/sizes": ["launch/test_descriptors.py", "launch/test_launcher.py", "fp8/test_quantize.py"],
     "core/target": ["dispatch/test_machine.py"],
@@ -142,7 +145,11 @@ FALLBACKS = {
         "nn/test_written_pattern.py",
     ],
     "dispatch": ["dispatch/test_dispatcher.py"],
-    "dispatch/model_report": ["nn/test_comfort.py", "dispatch/test_sparsity.py"],
+    "dispatch/model_report": [
+        "nn/test_comfort.py",
+        "dispatch/test_sparsity.py",
+        "integrations/huggingface/test_block_sparse.py",
+    ],
     "dispatch/operators": ["dispatch/test_transforms.py", "attention/test_op.py"],
     "launch": ["launch/test_launcher.py", "launch/test_variants.py", "launch/test_described.py"],
     "launch/descriptors": ["decode/test_tuning_sm90.py"],
@@ -262,6 +269,10 @@ FALLBACKS = {
     "distributed/decode": ["distributed/test_ranks.py"],
     "distributed/group": ["distributed/test_alone.py", "distributed/test_ranks.py"],
     "distributed/linear": ["distributed/test_ranks.py"],
+    "distributed/sequence": [
+        "distributed/test_simulated_ranks.py",
+        "distributed/test_ranks.py",
+    ],
     "distributed/traffic": ["distributed/test_plan.py", "distributed/test_explain.py"],
     "fp8": ["fp8/test_quantize.py", "fp8/test_attention.py", "fp8/test_matmul.py"],
     "fp8/attend": ["fp8/test_attention.py"],
@@ -298,6 +309,14 @@ FALLBACKS = {
         "integrations/huggingface/test_masks_of_models.py",
     ],
     "jax": ["jax/test_attention.py", "jax/test_decode.py", "jax/test_matmul.py"],
+    # what public functions hand to kernels is seen by kernels
+    "jax/attention": [
+        "jax/test_attention.py",
+        "jax/test_attention_kernels.py",
+        "jax/test_vmap_kernels.py",
+    ],
+    "jax/decode": ["jax/test_decode.py", "jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
+    "jax/matmul": ["jax/test_matmul.py", "jax/test_other_kernels.py", "jax/test_vmap_kernels.py"],
     "jax/bsr": ["jax/test_pytrees.py", "jax/test_matmul.py"],
     "jax/block_mask": ["jax/test_pytrees.py", "jax/test_attention.py"],
     "jax/attention_sm90": ["jax/test_sm90.py"],
@@ -431,14 +450,35 @@ def sample(sites: list[Site], seed: int, count: int) -> list[Site]:
 
 
 def tests_for(path: str, root: pathlib.Path = REPOSITORY) -> list[str]:
-    """The tests that are run for a file of the package: its mirror first, then the fallbacks."""
+    """The tests that are run for a file of the package.
+
+    Its mirror first, then the fallbacks, then what else in the mirror of its folder imports it.
+    """
     stem = pathlib.PurePosixPath(path).with_suffix("")
     mirrored = sorted((root / "tests" / stem.parent).glob(f"test_{stem.name}*.py"))
     found = [p.relative_to(root).as_posix() for p in mirrored if not p.stem.endswith("_gpu")]
     entry = max((e for e in FALLBACKS if str(stem).startswith(e)), key=len, default=None)
     for name in FALLBACKS[entry] if entry else ():
-        if f"tests/{name}" not in found:
-            found.append(f"tests/{name}")
+        found.append(f"tests/{name}")
+    module = ".".join(("blackwell_sparsek", *stem.parts))
+    folder, *_ = stem.parts
+    found += [test for test, modules in _imports(folder, root).items() if module in modules]
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _imports(folder: str, root: pathlib.Path) -> dict[str, set[str]]:
+    """What each test of a folder may import by full names, but for tests on a GPU or of Hopper."""
+    found = {}
+    for path in sorted((root / "tests" / folder).rglob("test_*.py")):
+        if path.stem.endswith("_gpu") or path.parent.name == "sm90":
+            continue
+        names = found[path.relative_to(root).as_posix()] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(name.name for name in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.update((node.module, *(f"{node.module}.{x.name}" for x in node.names)))
     return found
 
 

@@ -1,8 +1,9 @@
 """Small faults that can be planted in a source file, found on its syntax tree.
 
 A mutant replaces one piece of the text and leaves the rest as it is, so that its diff reads as a
-typing error would. Annotations, docstrings, texts and what runs only for type checkers stay as they
-are: no test could, or should, tell the difference.
+typing error would. Annotations, docstrings, texts, assertions (also those of kernels, and
+`strict=True` of `zip`) and what runs only for type checkers stay as they are: no test could, or
+should, tell the difference.
 """
 
 import ast
@@ -89,10 +90,16 @@ def _is_left_alone(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         return True
+    if isinstance(node, ast.keyword) and ast.unparse(node) == "strict=True":
+        return True
     if isinstance(node, ast.Assign):
         # names of types, lists of public names
         return any(isinstance(x, ast.Name) and x.id == "__all__" for x in node.targets)
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if not isinstance(node, ast.Expr):
+        return False
+    if isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func).split(".")[-1] in ("static_assert", "device_assert")
+    return isinstance(node.value, ast.Constant)
 
 
 _Change = tuple[str, ast.expr | ast.stmt, str]

@@ -17,6 +17,7 @@ CHANGES = {
     "x = a and b or c": ["x = ((a and b) and c)", "x = (a or b) or c"],
     "x = not a": ["x = (a)"],
     "x = True": ["x = False"],
+    "x = zip(a, strict=False)": ["x = zip(a, strict=True)"],
     "x = 0.0": ["x = 1.0"],
     "f(a, b, key=c)": ["f(b, a, key=c)", "pass"],
     "if a:\n    b()\nelse:\n    c()": [
@@ -49,6 +50,8 @@ def test_every_fault_is_one_change_of_the_text(source):
         "x = max(a, b)",
         "x = torch.maximum(a, b)",
         "assert a == b",
+        "x = zip(a, strict=True)",
+        "tl.static_assert(a == b)",
         "x = f(a, a)",
     ],
 )
@@ -85,6 +88,12 @@ def test_every_target_has_tests_and_they_exist(sites):
         assert tests and all((mutants.REPOSITORY / test).is_file() for test in tests), path
     assert mutants.tests_for("device/fp8.py")[-1] == "tests/decode/test_triton.py"
     assert mutants.tests_for("decode/op.py")[0] == "tests/decode/test_op.py"
+
+
+def test_tests_that_import_a_file_come_last():
+    *fallbacks, first, second = mutants.tests_for("decode/triton.py")
+    assert fallbacks[:2] == ["tests/decode/test_triton.py", "tests/decode/test_variants.py"]
+    assert (first, second) == ("tests/decode/test_combine.py", "tests/decode/test_latent.py")
 
 
 def test_known_equivalents_are_mutants_of_these_files(sites):

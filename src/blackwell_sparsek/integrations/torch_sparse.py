@@ -283,8 +283,9 @@ def _addmm(
         return None
     if beta == 1 and alpha == 1:
         # The sparse operand's features are the rows of A @ X and the columns of X @ A.
-        as_bias = (shape[0], 1) if isinstance(operands[0], BSRMatrix) else (1, shape[1])
-        if c.shape == as_bias or (as_bias[0] == 1 and c.shape == (shape[1],)):
+        is_left = isinstance(operands[0], BSRMatrix)
+        as_bias = [(shape[0], 1)] if is_left else [(1, shape[1]), (shape[1],)]
+        if c.shape in as_bias:
             return matmul(*operands, bias=c.reshape(-1))
         if c.shape == shape:
             return matmul(*operands, residual=c)

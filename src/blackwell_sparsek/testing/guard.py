@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .interpreter_bounds import span
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -44,11 +46,11 @@ def guarded(x: torch.Tensor, side: str = "right") -> torch.Tensor:
     """
     if side not in ("left", "right"):
         raise ValueError(f"guard side is {side!r}; expected 'left' or 'right'")
-    span = _span(x.shape, x.stride())
-    if span == 0:
+    elements = span(x.shape, x.stride())
+    if elements == 0:
         return x.detach().clone()
-    storage = _reserve(span, x.dtype, right_aligned=side == "right")
-    storage.copy_(x.detach().as_strided((span,), (1,), x.storage_offset()))
+    storage = _reserve(elements, x.dtype, right_aligned=side == "right")
+    storage.copy_(x.detach().as_strided((elements,), (1,), x.storage_offset()))
     return storage.as_strided(x.shape, x.stride(), 0)
 
 
@@ -74,16 +76,8 @@ def huge_zeros(
     """
     if strides is None:
         strides = torch.empty(shape, device="meta").stride()
-    span = _span(shape, strides)
-    return _reserve(max(span, 1), dtype, right_aligned=True).as_strided(
-        tuple(shape), tuple(strides), 0
-    )
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    elements = max(span(shape, strides), 1)
+    return _reserve(elements, dtype, right_aligned=True).as_strided(tuple(shape), tuple(strides), 0)
 
 
 def _reserve(numel: int, dtype: torch.dtype, *, right_aligned: bool) -> torch.Tensor:

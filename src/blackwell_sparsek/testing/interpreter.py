@@ -1,8 +1,9 @@
 """Settings and fixes without which results of Triton's interpreter cannot be trusted.
 
-Out of the box it wraps int32 silently, skips `device_assert`, and treats bfloat16 as 16-bit
-integers: products of bf16 tiles are garbage without an error, and casts to bf16 truncate.
-`interpreter_checks` turns the first two into failures and handles bf16 as follows:
+Out of the box it wraps int32 silently, skips `device_assert`, accesses any memory, and treats
+bfloat16 as 16-bit integers: products of bf16 tiles are garbage without an error, and casts to bf16
+truncate. `interpreter_checks` turns the first three into failures (the third by
+`interpreter_bounds`) and handles bf16 as follows:
 
 - loads, stores, selects and shape changes only move bits and stay as they are;
 - casts round to nearest even, as the hardware does;
@@ -27,6 +28,7 @@ import numpy as np
 from ..core.env import triton_interpreted
 from ..core.torch_state import bf16_mended
 from ..launch.interpreted import comparisons_are_bits
+from .interpreter_bounds import bounds_checked
 
 # Builder methods that compute with values. Selects are allowed: they only move bits.
 _ARITHMETIC = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_atomic_rmw")
@@ -35,7 +37,7 @@ _NEEDED = ("options", "cast_impl", "create_dot", "binary_op", "unary_op")
 
 @contextmanager
 def interpreter_checks() -> Iterator[None]:
-    """Inside, interpreted kernels assert on int32 overflow and handle bf16 as above.
+    """Inside, interpreted kernels assert on int32 overflow, check bounds and handle bf16 as above.
 
     Does nothing when kernels are not interpreted. Raises `RuntimeError` when the installed
     interpreter has no hooks for these checks, rather than running without them.
@@ -56,6 +58,7 @@ def interpreter_checks() -> Iterator[None]:
     checked = dataclasses.replace(builder.options, debug=True, sanitize_overflow=True)
     with ExitStack() as stack:
         stack.enter_context(comparisons_are_bits())
+        stack.enter_context(bounds_checked())
         stack.enter_context(mock.patch.object(builder, "options", checked))
         for name in _ARITHMETIC:
             if hasattr(cls, name):

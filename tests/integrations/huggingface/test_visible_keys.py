@@ -7,7 +7,10 @@ pytest.importorskip("transformers")
 
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from blackwell_sparsek.integrations.huggingface.visible_keys import make_visible_keys
+import blackwell_sparsek as bsk
+from blackwell_sparsek.integrations.huggingface.visible_keys import VisibleKeys, make_visible_keys
+from blackwell_sparsek.masks.band import Band
+from blackwell_sparsek.testing.inputs import normal
 
 LENGTH, WINDOW = 12, 4
 
@@ -25,6 +28,22 @@ def plan_for(padded, window=WINDOW, at=LENGTH - 1):
     slot = torch.arange(LENGTH)
     left = LENGTH if window is None else window
     return plan, (slot <= at) & (slot > at - left) & real
+
+
+@pytest.mark.parametrize("hidden_by", ["block mask", "segments", "band alone"])
+def test_every_reason_to_hide_a_key_is_among_the_elements(hidden_by):
+    """A model gets them that computes attention itself; slots past the keys are empty."""
+    numbers = torch.arange(LENGTH)[None] // 5
+    mask = bsk.BlockMask.from_element_mask(normal(1, 1, LENGTH, LENGTH, seed=0) > 0, 16)
+    options, shown = {
+        "block mask": ({"block_mask": mask}, mask.to_element_mask()),
+        "segments": ({"segments": (numbers, numbers)}, numbers[:, None, :, None] == numbers),
+        "band alone": ({}, torch.tensor(True)),
+    }[hidden_by]
+    keys = VisibleKeys(LENGTH, 20, band=Band(None, 0), key_length=LENGTH, device="cpu", **options)
+    expected = torch.zeros(1, 1, LENGTH, 20, dtype=torch.bool)
+    expected[..., :LENGTH] = shown & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert torch.equal(keys.elements, expected)
 
 
 @pytest.mark.parametrize("at", [LENGTH - 1, LENGTH - 3])
