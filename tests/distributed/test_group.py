@@ -1,11 +1,13 @@
 """What ranks have agreed on is known to all of a group or to none."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import blackwell_sparsek as bsk
 from blackwell_sparsek.distributed import decode, group
 from blackwell_sparsek.distributed.group import Members
 
@@ -79,3 +81,23 @@ def test_descriptions_arrive_whole_up_to_their_limit(size, monkeypatch):
     text = ("description " * size)[:size]
     said = group.agree("test", Members(Group(), 0, 2), text, None, torch.device("cpu"))
     assert said == [text[: group.TEXT_BYTES - 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("impl", "reads"), [("eager", True), ("reference", True), ("triton", False)]
+)
+def test_lengths_are_checked_by_what_reads_them_anyway(impl, reads):
+    """Reading them waits for a GPU, which kernels do not: a wrong one makes their result NaN."""
+    pytest.importorskip("triton")
+    q, cache = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 32, 16)
+    names = ("page_table", "kv_blocks", "kv_block_size", "scale", "softcap", "k_scale", "v_scale")
+    options = {**dict.fromkeys(names), "impl": impl}
+    lengths = torch.tensor([33], dtype=torch.int32)
+    local = decode._Local(
+        Members(None, 0, 2), q, cache, cache, {**options, "cache_seqlens": lengths}
+    )
+    text = r"cache_seqlens\[0\] is out of range; expected 0 to 32, .*, got 33$"
+    with pytest.raises(bsk.InvalidInput, match=text) if reads else nullcontext():
+        local.check("sequence", True, None, None)
+    lengths[0] = 32
+    local.check("sequence", True, None, None)

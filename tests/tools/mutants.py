@@ -92,6 +92,8 @@ FALLBACKS = {
         "masks/test_block_mask.py",
         "masks/test_patterns.py",
         "masks/test_algebra.py",
+        "masks/test_any_length.py",
+        "masks/test_meta_device.py",
     ],
     "masks/list_kernels": ["masks/test_list_kernels.py", "masks/test_device_build.py"],
     "masks/order": ["attention/sm90/test_dq_order.py"],
@@ -112,6 +114,7 @@ FALLBACKS = {
         "attention/test_api.py",
         "attention/sm90/test_tuning.py",
         "attention/test_resize.py",
+        "attention/test_zero_sizes.py",
     ],
     "calls/cache": [
         "kv_cache/test_cache.py",
@@ -233,6 +236,7 @@ FALLBACKS = {
         "attention/test_bias.py",
         "attention/test_varlen.py",
         "attention/test_out.py",
+        "attention/test_zero_sizes.py",
     ],
     "attention/resize": ["attention/test_resize.py"],
     # what kernels are given is seen by kernels, and by those of packed and masked calls most of all

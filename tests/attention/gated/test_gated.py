@@ -14,6 +14,7 @@ from blackwell_sparsek.attention.gated.op import backward_dispatch, forward_disp
 from blackwell_sparsek.attention.gated.triton import _dq_config
 from blackwell_sparsek.attention.triton.tuning import attn_dq_config
 from blackwell_sparsek.core.arch import Arch
+from blackwell_sparsek.reference import gated_attention as reference
 from blackwell_sparsek.testing import inputs, layouts
 from blackwell_sparsek.testing.poison import poisoned_empty
 
@@ -106,6 +107,25 @@ def test_the_only_key_of_a_row_may_have_a_tiny_weight(impl, device):
     tensors["tau"][:] = 0.0
     out, _ = problems.check_forward(tensors, options, impl)
     assert torch.equal(out[0, 0, 9], tensors["v"][0, 0, 4])
+
+
+@pytest.mark.parametrize("names", [("out",), ("lse",), ("out", "lse")], ids=str)
+def test_the_formula_has_the_gradients_of_each_result(names):
+    tensors, options = problems.problem(sinks=True, dtype=torch.float64)
+
+    def gradients(run):
+        own = {name: x.double().requires_grad_() for name, x in tensors.items()}
+        results = dict(zip(("out", "lse"), run(own, options), strict=True))
+        weights = {x: inputs.normal(*results[x].shape, seed=91).double() for x in names}
+        total = sum((results[x] * weights[x]).sum() for x in names)
+        return torch.autograd.grad(total, list(own.values()), materialize_grads=True)
+
+    def formula(own, options):
+        return reference.gated_attention(problems.call_of(own, options))
+
+    found = gradients(lambda own, options: problems.ours(own, options, "reference"))
+    for ours, expected in zip(found, gradients(formula), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_gradients_by_finite_differences_reach_scores_through_thresholds():
