@@ -29,7 +29,7 @@ DEVICE = -1
 STREAM = 7
 SEEN_BEFORE = module.seen_before
 CHECKS = (
-    *("check_qkv", "check_head_dims", "check_block_mask", "check_choice", "band_of"),
+    *("check_qkv", "check_head_dims", "check_block_mask", "check_impl_and_lse", "band_of"),
     "check_packed",
 )
 

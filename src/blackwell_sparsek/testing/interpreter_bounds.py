@@ -49,13 +49,15 @@ class _Bounds:
         def noted(executor: Any, *given: Any) -> Any:
             arguments = arguments_of(executor, *given)
             positional, named = arguments
-            pieces: list[tuple[int, int]] = []
+            firsts: list[int] = []
+            ends: list[int] = []
             for first, end in sorted(_pieces((*positional, *named.values()))):
-                if pieces and first <= pieces[-1][1]:
-                    first, before = pieces.pop()
-                    end = max(end, before)
-                pieces.append((first, end))
-            self._first, self._end = np.array(pieces, np.uint64).reshape(-1, 2).T
+                if ends and first <= ends[-1]:
+                    ends[-1] = max(ends[-1], end)
+                else:
+                    firsts.append(first)
+                    ends.append(end)
+            self._first, self._end = np.array(firsts, np.uint64), np.array(ends, np.uint64)
             return arguments
 
         return noted
